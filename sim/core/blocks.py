@@ -1,0 +1,206 @@
+"""BlockPool: who holds every KV block, from the first allocation to the last reader.
+
+Think of a cloakroom. Every block is a hook: free, held by one or more guests (reference count), or waiting behind a
+rope (quarantine) until the last one who still reads it has left. Free hooks are reused oldest first, and what still
+hangs on them may be found again until then (prefix cache). Source of the order: vLLM V1 `BlockPool` (engine-policies §1.1.5).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from .prefix import PrefixIndex
+
+NO_BLOCK = 0
+"""Stands in a block table for a block that slid out of the attention window; never allocated."""
+
+
+class DoubleFreeError(RuntimeError):
+    """A block was released by somebody who does not hold it. Names both releases (I10)."""
+
+    def __init__(self, block_id: int, first: str, second: str) -> None:
+        super().__init__(f"block {block_id} is released twice: first by {first}, now by {second}")
+        self.block_id, self.first, self.second = block_id, first, second
+
+
+class IntegrityError(RuntimeError):
+    """The pool's books do not add up. The message names each block that is missing, double or miscounted."""
+
+
+class BlockPool:
+    """Blocks 1 to `num_blocks`, each free, owned or quarantined (I1).
+
+    Blocks never used yet are not stored one by one, so a pool of ten million costs nothing until it is used.
+    """
+
+    def __init__(self, num_blocks: int, index: PrefixIndex | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.index = PrefixIndex() if index is None else index
+        self._ref_cnt: list[int] = [0]  # grows with the highest block id ever allocated; [0] is NO_BLOCK
+        self._freed: OrderedDict[int, None] = OrderedDict()  # released blocks, least recently used first
+        self._fences: dict[int, list[int]] = {}  # fence -> blocks that become free when it has passed
+        self._quarantined: set[int] = set()
+        self._released_by: dict[int, str] = {}
+        self.num_cached = 0
+        """Free blocks whose content can still be found."""
+
+    # -- counts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+        return len(self._freed) + self.num_blocks - (len(self._ref_cnt) - 1)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks released behind a fence that has not passed."""
+        return len(self._quarantined)
+
+    @property
+    def num_owned(self) -> int:
+        """Distinct blocks that somebody holds."""
+        return self.num_blocks - self.num_free - len(self._quarantined)
+
+    def ref_cnt(self, block_id: int) -> int:
+        """How many tables hold a block."""
+        return self._ref_cnt[block_id] if block_id < len(self._ref_cnt) else 0
+
+    def num_unreferenced(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks are in the free queue: taking them costs capacity like a new block does."""
+        ref_cnt = self._ref_cnt
+        return sum(1 for block_id in block_ids if block_id and not ref_cnt[block_id])
+
+    # -- taking ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Take `num_blocks` blocks from the head of the free queue; their old content can no longer be found.
+
+        Returns None, and changes nothing (I6), if fewer are free.
+        """
+        if num_blocks > self.num_free:
+            return None
+        ref_cnt, freed, index = self._ref_cnt, self._freed, self.index
+        first_unused = len(ref_cnt)
+        unused = min(num_blocks, self.num_blocks + 1 - first_unused)
+        ref_cnt.extend([1] * unused)  # never used blocks stand at the head of the queue: they were queued first
+        taken = list(range(first_unused, first_unused + unused))
+        for _ in range(num_blocks - unused):
+            block_id, _none = freed.popitem(last=False)
+            if block_id in index:
+                index.drop(block_id)
+                self.num_cached -= 1
+            ref_cnt[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to blocks found by `find`; those in the free queue leave it."""
+        ref_cnt = self._ref_cnt
+        for block_id in block_ids:
+            if block_id == NO_BLOCK:
+                continue
+            if not ref_cnt[block_id]:
+                del self._freed[block_id]
+                if block_id in self.index:
+                    self.num_cached -= 1
+            ref_cnt[block_id] += 1
+
+    def find(self, keys: Iterable[int]) -> list[int]:
+        """Blocks holding the longest run of `keys`. Takes nothing. Quarantined blocks cannot be found."""
+        return self.index.find(keys, frozenset(self._quarantined) if self._quarantined else ())
+
+    def peek(self, num_blocks: int) -> list[int]:
+        """The blocks the next allocations will take, in order, without taking them."""
+        first_unused = len(self._ref_cnt)
+        unused = min(num_blocks, self.num_blocks + 1 - first_unused)
+        return [*range(first_unused, first_unused + unused), *islice(self._freed, num_blocks - unused)]
+
+    # -- giving back ----------------------------------------------------------------------------------------------
+
+    def release(self, block_ids: Sequence[int], by: str, fence: int | None = None) -> None:
+        """Drop one reference of each block. Those nobody holds any more join the free queue, last block first, so that
+        the tail of a sequence is reused before its head; with a `fence` they wait in quarantine until it passes.
+
+        Raises DoubleFreeError, and changes nothing, if one of them is not held.
+        """
+        self._refuse_double_release(block_ids, by)
+        ref_cnt, released_by = self._ref_cnt, self._released_by
+        idle: list[int] = []
+        for block_id in reversed(block_ids):
+            if block_id == NO_BLOCK:
+                continue
+            ref_cnt[block_id] -= 1
+            released_by[block_id] = by
+            if not ref_cnt[block_id]:
+                idle.append(block_id)
+        if fence is None:
+            self._queue(idle)
+        elif idle:
+            self._fences.setdefault(fence, []).extend(idle)
+            self._quarantined.update(idle)
+
+    def pass_fence(self, fence: int) -> None:
+        """The last reader behind `fence` is done: its blocks join the free queue. Unknown fences are ignored."""
+        blocks = self._fences.pop(fence, [])
+        self._quarantined.difference_update(blocks)
+        self._queue(blocks)
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Drop the keys of blocks whose content was never computed."""
+        for block_id in block_ids:
+            if block_id in self._freed and block_id in self.index:
+                self.num_cached -= 1
+            self.index.drop(block_id)
+
+    def _queue(self, block_ids: list[int]) -> None:
+        freed, index = self._freed, self.index
+        for block_id in block_ids:
+            freed[block_id] = None
+            if block_id in index:
+                self.num_cached += 1
+
+    def _refuse_double_release(self, block_ids: Sequence[int], by: str) -> None:
+        ref_cnt = self._ref_cnt
+        for block_id in block_ids:
+            if block_id and (block_id >= len(ref_cnt) or ref_cnt[block_id] < 1):
+                raise DoubleFreeError(block_id, self._released_by.get(block_id, "nobody (it was never allocated)"), by)
+        if len(set(block_ids)) != len(block_ids):
+            for block_id, times in Counter(block_ids).items():
+                if block_id and times > ref_cnt[block_id]:
+                    raise DoubleFreeError(block_id, by, by)
+
+    # -- checking -------------------------------------------------------------------------------------------------
+
+    def check(self, tables: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Verify I1, I2 and I3 against `(owner, block table)` pairs.
+
+        Raises IntegrityError naming the blocks that are missing (held by no table, in no queue), double (held and free)
+        or counted wrongly, with their owners.
+        """
+        owners: dict[int, list[str]] = {}
+        for owner, table in tables:
+            for block_id in table:
+                if block_id != NO_BLOCK:
+                    owners.setdefault(block_id, []).append(owner)
+        problems: list[str] = []
+        for block_id in range(1, len(self._ref_cnt)):
+            held = owners.pop(block_id, [])
+            ref_cnt = self._ref_cnt[block_id]
+            places = (block_id in self._freed) + (block_id in self._quarantined)
+            if ref_cnt != len(held):
+                what = "missing: its reference count is" if ref_cnt > len(held) else "miscounted: its reference count is"
+                last = self._released_by.get(block_id, "nobody")
+                problems.append(f"block {block_id} is {what} {ref_cnt}, held by {held or 'nobody'}, last released by {last}")
+            if held and places:
+                problems.append(f"block {block_id} is double: held by {held} and in the free queue or quarantine")
+            if not held and not ref_cnt and places != 1:
+                problems.append(f"block {block_id} is {'missing: in no queue' if not places else 'double: free and quarantined'}")
+        problems += [f"block {block_id} is held by {held} but was never allocated" for block_id, held in owners.items()]
+        cached = sum(1 for block_id in self._freed if block_id in self.index)
+        if cached != self.num_cached:
+            problems.append(f"{cached} free blocks are cached, {self.num_cached} are counted")
+        if problems:
+            shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+            raise IntegrityError(f"{len(problems)} faults in a pool of {self.num_blocks} blocks: {shown}")

@@ -1,0 +1,119 @@
+"""The decode set: requests that each compute one token a step, moved forward together.
+
+Most steps of an engine change nothing but lengths. So lengths are not stored: a member that joined at clock c with n computed
+tokens has `n + (clock - c)` now, kept as `anchor = n - c`. A step then costs arithmetic, and work is left only where something
+happens: a block boundary (members are filed by the clock residue at which they need a block) and a completion (a heap by
+the clock at which it falls).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from .request import Request
+
+
+class DecodeSet:
+    """Members hold exactly the blocks that cover their computed tokens; all advance one token a step."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.clock = 0
+        """Steps done since the engine started; the unit of all anchors."""
+        self._by_residue: list[dict[int, Request]] = [{} for _ in range(block_size)]
+        self._completions: list[tuple[int, int, Request]] = []
+        self._size = 0
+        self._anchor_sum = 0
+        self.version = 0
+        """Changes whenever the members change."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        """Members in no particular order."""
+        for bucket in self._by_residue:
+            yield from bucket.values()
+
+    def computed(self, request: Request) -> int:
+        """Tokens of a member (or, for others, of the request) whose KV exists."""
+        return request.anchor + self.clock if request.decoding else request.num_computed_tokens
+
+    def known(self, request: Request) -> int:
+        """Prompt and sampled tokens; a member has exactly one that is not computed."""
+        return request.anchor + self.clock + 1 if request.decoding else request.num_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Sum over members of the KV length that the next step reads, its new tokens included."""
+        return self._anchor_sum + self._size * (self.clock + 1)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Sum over members of computed tokens."""
+        return self._anchor_sum + self._size * self.clock
+
+    def join(self, request: Request) -> None:
+        """Add a request that has one known token left to compute."""
+        request.anchor = request.num_computed_tokens - self.clock
+        request.finish_clock = self.clock + request.target_tokens - request.num_tokens
+        request.decoding = True
+        request.decode_spans.append((self.clock, self.clock))
+        self.version += 1
+        self._by_residue[-request.anchor % self.block_size][request.order] = request
+        heappush(self._completions, (request.finish_clock, request.order, request))
+        self._size += 1
+        self._anchor_sum += request.anchor
+
+    def leave(self, request: Request) -> None:
+        """Remove a member and store its token counts."""
+        request.num_computed_tokens = self.computed(request)
+        request.num_tokens = request.num_computed_tokens + 1
+        request.decoding = False
+        request.decode_spans[-1] = (request.decode_spans[-1][0], self.clock)
+        self.version += 1
+        del self._by_residue[-request.anchor % self.block_size][request.order]
+        self._size -= 1
+        self._anchor_sum -= request.anchor
+        if len(self._completions) > 64 + 2 * self._size:  # most entries belong to requests that left early
+            self._completions = [entry for entry in self._completions if self._is_current(entry)]
+            heapify(self._completions)
+
+    def needing_block(self, ahead: int = 0) -> list[Request]:
+        """Members that need a new block in the step `ahead` steps from now, in running order."""
+        bucket = self._by_residue[(self.clock + ahead) % self.block_size]
+        return [bucket[order] for order in sorted(bucket)]
+
+    def num_needing_block(self, ahead: int = 0) -> int:
+        """How many members need a new block in that step."""
+        return len(self._by_residue[(self.clock + ahead) % self.block_size])
+
+    def steps_that_fit(self, free_blocks: int, first: int, limit: int) -> int:
+        """How many of the steps `first, first + 1, …` ahead, at most `limit`, can be given blocks from `free_blocks`."""
+        whole_turns = min(free_blocks // self._size, limit // self.block_size) if self._size else limit // self.block_size
+        steps = whole_turns * self.block_size  # in block_size steps every member needs exactly one block
+        free_blocks -= whole_turns * self._size
+        while steps < limit:
+            free_blocks -= self.num_needing_block(first + steps)
+            if free_blocks < 0:
+                break
+            steps += 1
+        return steps
+
+    def steps_to_completion(self) -> int | None:
+        """Steps until the next member is finished; None when there is no member."""
+        while self._completions and not self._is_current(self._completions[0]):
+            heappop(self._completions)
+        return self._completions[0][0] - self.clock if self._completions else None
+
+    def completed(self) -> list[Request]:
+        """Members that are finished at this clock."""
+        done: list[Request] = []
+        while self.steps_to_completion() == 0:
+            done.append(heappop(self._completions)[2])
+        return done
+
+    def _is_current(self, entry: tuple[int, int, Request]) -> bool:
+        finish_clock, order, request = entry
+        return request.decoding and request.finish_clock == finish_clock and request.order == order

@@ -1,0 +1,421 @@
+"""EngineCore: the whole engine, minus doing anything.
+
+A world (simulated or real) feeds it arrivals and departures, asks for a plan, has it executed, and commits the result.
+The core never sleeps, reads a clock or draws a random number; the same calls give the same decisions, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .admission import Admission, DefaultAdmission
+from .blocks import BlockPool, IntegrityError
+from .config import EngineConfig
+from .log import Decisions, DecisionSink
+from .need import blocks_for
+from .plan import BatchShape, ScheduledRequest, StepPlan, StepResult
+from .preemption import VICTIMS, VictimPolicy
+from .prefix import BlockKeys, KeyTable
+from .request import Outcome, Request, RequestSpec, State
+from .scheduler import Draft, Scheduler, Share
+from .tables import BlockTable, BlockTables
+from .waiting import QUEUES
+
+
+class ProgressError(RuntimeError):
+    """Nothing runs, nothing is in flight, requests wait, and none of them can start: a fault of the policy in use (I8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What became of an arrival."""
+
+    request: Request
+    may_change_plan: bool
+    """True when the engine's next decision may differ because of it, so that a stretch under way must be cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What the steps that were committed amounted to, for whoever keeps the record."""
+
+    steps: int
+    usage: tuple[tuple[int, int], ...]
+    """`(step index in the stretch, owned blocks from then on)`, from index 0."""
+    table_slots: tuple[int, ...]
+    """For each entry of `usage`: token slots in all block tables, a shared block counted for each holder."""
+    written_tokens: int
+    """Tokens in those tables once step 0 is computed; every further step adds one a decoding sequence."""
+
+
+class EngineCore:
+    """Admission, scheduling and memory of one engine replica."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        admission: Admission | None = None,
+        victim: VictimPolicy | None = None,
+        decision_sink: DecisionSink | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_gpu_blocks)
+        self.tables = BlockTables(self.pool, config.block_size, config.sliding_window)
+        self._keys = KeyTable()
+        self._admission = DefaultAdmission(config) if admission is None else admission
+        self._scheduler = Scheduler(
+            config,
+            self.tables,
+            QUEUES[config.scheduling_policy](),
+            self._admission,
+            VICTIMS[config.scheduling_policy] if victim is None else victim,
+        )
+        self._requests: dict[str, Request] = {}
+        self._next_seq = 0
+        self._step = 0
+        self._sink = decision_sink
+        self._decisions = Decisions()
+        self._plan: StepPlan | None = None
+        self._draft: Draft | None = None
+        self._leaving: list[Request] = []
+        self._ended: list[Request] = []
+
+    # -- what a world may ask ---------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Admitted requests."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Queued requests."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests in the system."""
+        return len(self._requests)
+
+    @property
+    def steps(self) -> int:
+        """Steps committed."""
+        return self._step
+
+    @property
+    def decode_version(self) -> int:
+        """Changes whenever the set of steadily decoding requests does."""
+        return self._scheduler.decode.version
+
+    @property
+    def prefix_queried_tokens(self) -> int:
+        """Prompt tokens looked up in the prefix cache, once a request."""
+        return self._scheduler.prefix_queried_tokens
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Prompt tokens found there."""
+        return self._scheduler.prefix_hit_tokens
+
+    def take_ended(self) -> list[Request]:
+        """Requests that ended since the last call, in order."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # -- arrivals and departures --------------------------------------------------------------------------------------
+
+    def add(self, spec: RequestSpec, now_fs: int) -> Arrived:
+        """A request arrives: it is queued, or rejected with a reason.
+
+        Raises ValueError for a request id that is in the system already.
+        """
+        if spec.request_id in self._requests:
+            raise ValueError(f"request id {spec.request_id!r} is already in the system; ids must be unique")
+        request = Request(spec, self._next_seq, now_fs, BlockKeys(spec, self.config.block_size, self._keys), BlockTable(spec.request_id))
+        request.target_tokens = min(request.target_tokens, self.config.max_model_len)
+        self._next_seq += 1
+        rejection = self._admission.arrive(spec)
+        if rejection is not None:
+            request.finish_reason = rejection.code
+            request.retry_after_s = rejection.retry_after_s
+            self._end(request, Outcome.REJECTED, rejection.reason, now_fs)
+            self._decisions.rejected.append((spec.request_id, rejection.reason))
+            return Arrived(request, may_change_plan=True)  # the log must show it at the right step
+        self._requests[spec.request_id] = request
+        became_head = self._scheduler.waiting.add(request)
+        return Arrived(request, may_change_plan=became_head and self.num_running < self.config.max_num_seqs)
+
+    def abort(self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away") -> bool:
+        """A client leaves, in whatever state its request is. False if the request has ended (or never was).
+
+        The blocks of a request in a step under way return when the step is committed; its output of that step is dropped.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.abort_fs is not None:
+            return False
+        request.outcome, request.reason = outcome, reason
+        if request.state is State.WAITING:
+            self._scheduler.waiting.discard(request)
+            self._end(request, outcome, reason, now_fs)
+        elif self._plan is not None:
+            request.abort_fs = now_fs
+            self._leaving.append(request)
+        else:
+            self._retire(request, now_fs)
+            self._end(request, outcome, reason, now_fs)
+        return True
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def plan(self, now_fs: int, max_repeat: int | None = None) -> StepPlan | None:
+        """Decide the next step, or a stretch of equal decode steps (at most `max_repeat`). None when there is nothing to do.
+
+        Raises RuntimeError if a plan is out already, ProgressError if requests wait for ever.
+        """
+        if self._plan is not None:
+            raise RuntimeError(f"step {self._plan.step} is under way; commit it before planning the next")
+        scheduler = self._scheduler
+        copies: list[tuple[int, int]] = []
+        while True:
+            draft = scheduler.draft(now_fs)
+            copies += draft.copies
+            self._note(draft, now_fs)
+            if draft.shares or len(scheduler.decode):
+                break
+            if not (draft.preempted or draft.unservable):
+                self._assert_progress()
+                return None
+        shape = self._shape(draft)
+        plan = StepPlan(
+            step=self._step,
+            repeat=self._repeat(draft, max_repeat),
+            start_fs=now_fs,
+            shape=shape,
+            copies=tuple(copies),
+            releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
+            admitted=tuple(self._decisions.admitted),
+            preempted=tuple(self._decisions.preempted),
+            scheduled=self._scheduled,
+        )
+        self._plan, self._draft = plan, draft
+        if self._sink is not None:
+            self._log(self._step, now_fs, draft.decode_blocks, self._decisions)
+        self._decisions = Decisions()
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult, now_fs: int) -> Committed:
+        """Take the result of the plan that is out; for a stretch that was cut, of the steps that were done.
+
+        Raises ValueError if it is another plan, or the result has no steps or more than the plan.
+        """
+        if plan is not self._plan or self._draft is None:
+            raise ValueError(f"the plan of step {plan.step} is not the one under way")
+        if not 1 <= result.steps <= plan.repeat:
+            raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
+        scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
+        usage, table_slots = self._leap(plan, result)
+        written = decode.computed_tokens + len(decode) + sum(share.context_tokens + share.num_tokens for share in draft.shares.values())
+        idle = sum(r.num_computed_tokens for order, r in scheduler.catching_up.items() if order not in draft.shares)
+        decode.clock += result.steps
+        scheduler.last_step_end_fs = now_fs
+        self._step += result.steps
+        self._plan = self._draft = None
+        for request in self._leaving:
+            self._share_done(draft, request)
+            was_decoding = request.decoding
+            self._retire(request, now_fs)
+            request.num_tokens -= was_decoding  # the token of the last step was never delivered
+            self._end(request, request.outcome or Outcome.ABORTED, request.reason, request.abort_fs or now_fs)
+        self._leaving = []
+        self._advance_shares(draft, now_fs)
+        finished = {request.order: request for request in decode.completed()}
+        finished |= {r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens}
+        for request_id in result.stopped:
+            if (stopped := self._requests.get(request_id)) is not None:
+                finished[stopped.order] = stopped
+        for order in sorted(finished):
+            self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
+        return Committed(result.steps, usage, table_slots, written + idle)
+
+    def check(self) -> None:
+        """Verify the books: I1 to I5 after any event.
+
+        Raises IntegrityError naming the blocks or requests that are wrong.
+        """
+        scheduler = self._scheduler
+        self.pool.check((request.request_id, request.table.blocks) for request in scheduler.running.values())
+        shares = self._draft.shares if self._draft is not None else {}
+        for order, request in scheduler.running.items():
+            tokens = scheduler.decode.computed(request)
+            if order in shares:
+                tokens += shares[order].num_tokens
+            elif request.decoding and self._plan is not None:
+                tokens += 1
+            expected = blocks_for(tokens, self.config.block_size)
+            if len(request.table) != expected:
+                raise IntegrityError(f"{request.request_id} has {len(request.table)} blocks for {tokens} tokens, which need {expected}")
+        table_blocks = sum(request.held_blocks for request in scheduler.running.values())
+        if scheduler.table_blocks != table_blocks:
+            raise IntegrityError(f"{table_blocks} table entries exist, {scheduler.table_blocks} are counted")
+        in_system = self.num_running + self.num_waiting
+        if in_system != self.num_unfinished:
+            raise IntegrityError(f"{self.num_unfinished} requests are in the system, but {in_system} are running or waiting")
+
+    # -- parts of a plan --------------------------------------------------------------------------------------------
+
+    def _note(self, draft: Draft, now_fs: int) -> None:
+        """Move the decisions of a draft to the log, and end what it found unservable."""
+        decisions = self._decisions
+        decisions.preempted += [request.request_id for request in draft.preempted]
+        decisions.released += draft.released
+        decisions.admitted += [request.request_id for request in draft.admitted]
+        decisions.copied += draft.copies
+        for request, reason in draft.unservable:
+            self._end(request, Outcome.FAILED, reason, now_fs)
+
+    def _assert_progress(self) -> None:
+        if self.num_waiting and not self.num_running and not self.pool.num_quarantined:
+            head = self._scheduler.waiting.head()
+            assert head is not None
+            raise ProgressError(
+                f"{self.num_waiting} requests wait and none can start, though nothing runs: the first, {head.request_id}, has "
+                f"{head.num_tokens} tokens, and {self.pool.num_free} of {self.pool.num_blocks} blocks are free"
+            )
+
+    def _shape(self, draft: Draft) -> BatchShape:
+        decode = self._scheduler.decode
+        prefill: list[tuple[int, int]] = []
+        seqs, context, sampled = len(decode), decode.context_tokens, len(decode)
+        for share in draft.shares.values():
+            sampled += share.samples
+            if share.num_tokens == 1 and share.context_tokens and share.samples:
+                seqs += 1
+                context += share.context_tokens + 1
+            else:
+                prefill.append((share.num_tokens, share.context_tokens))
+        return BatchShape(
+            prefill=tuple(prefill),
+            decode_seqs=seqs,
+            decode_context_tokens=context,
+            sampled_seqs=sampled,
+            copied_blocks=len(draft.copies),
+        )
+
+    def _repeat(self, draft: Draft, max_repeat: int | None) -> int:
+        """How often this step repeats itself before a decision could differ, if nothing arrives and nobody leaves.
+
+        While members of the decode set only grow, the pool only gets fuller, so a request that cannot start now cannot
+        start later in the stretch: evicting a cached block it would have found costs it a hit and saves it a revival.
+        """
+        decode = self._scheduler.decode
+        if draft.shares or draft.preempted or draft.unservable or self._scheduler.catching_up:
+            return 1
+        limit = decode.steps_to_completion() or 1
+        if max_repeat is not None:
+            limit = min(limit, max_repeat)
+        return 1 + decode.steps_that_fit(self.pool.num_free, 1, limit - 1)
+
+    def _scheduled(self, ahead: int) -> tuple[ScheduledRequest, ...]:
+        """The requests of step `ahead` of the plan that is out, in running order, with the tables they will have then."""
+        if self._draft is None or self._plan is None:
+            raise RuntimeError("the plan has been committed: its tables may be gone")
+        decode, draft = self._scheduler.decode, self._draft
+        future = self._future_blocks(ahead)
+        scheduled = []
+        for order, request in self._scheduler.running.items():
+            if request.decoding:
+                blocks = (*request.table.blocks, *future.get(order, ()))
+                scheduled.append(ScheduledRequest(request.request_id, 1, decode.computed(request) + ahead, blocks, samples=True))
+            elif (share := draft.shares.get(order)) is not None:
+                blocks = tuple(request.table.blocks)
+                scheduled.append(ScheduledRequest(request.request_id, share.num_tokens, share.context_tokens, blocks, share.samples))
+        return tuple(scheduled)
+
+    def _future_blocks(self, ahead: int) -> dict[int, list[int]]:
+        """Blocks that steps 1 to `ahead` of the stretch will allocate, by admission order."""
+        decode = self._scheduler.decode
+        needing = [request.order for step in range(1, ahead + 1) for request in decode.needing_block(step)]
+        future: dict[int, list[int]] = {}
+        for order, block_id in zip(needing, self.pool.peek(len(needing)), strict=True):
+            future.setdefault(order, []).append(block_id)
+        return future
+
+    # -- parts of a commit ------------------------------------------------------------------------------------------
+
+    def _leap(self, plan: StepPlan, result: StepResult) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
+        scheduler, decode = self._scheduler, self._scheduler.decode
+        block_size = self.config.block_size
+        slots = scheduler.table_blocks * block_size
+        usage, table_slots = [(0, self.pool.num_owned)], [slots]
+        for ahead in range(1, result.steps):
+            grown: dict[int, list[int]] = {}
+            if decode.num_needing_block(ahead):
+                grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
+                slots += len(grown) * block_size
+                usage.append((ahead, self.pool.num_owned))
+                table_slots.append(slots)
+            if self._sink is not None:
+                self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
+        return tuple(usage), tuple(table_slots)
+
+    def _share_done(self, draft: Draft, request: Request) -> None:
+        """The step of a request whose client left was computed all the same: its blocks hold what they were meant to."""
+        share = draft.shares.pop(request.order, None)
+        if share is not None:
+            self._count_computed(share)
+
+    def _count_computed(self, share: Share) -> None:
+        request, end = share.request, share.context_tokens + share.num_tokens
+        request.recomputed_tokens += max(0, min(end, request.computed_high) - share.context_tokens)
+        request.computed_high = max(request.computed_high, end)
+        request.num_computed_tokens = end
+
+    def _advance_shares(self, draft: Draft, now_fs: int) -> None:
+        """Count what was computed outside the decode set."""
+        scheduler = self._scheduler
+        for share in draft.shares.values():
+            request, samples = share.request, share.samples
+            self._count_computed(share)
+            if not samples:
+                continue
+            request.num_tokens += 1
+            if request.first_token_fs is None:
+                request.first_token_fs = now_fs
+            elif request.last_token_fs is not None:
+                request.other_gaps_fs.append(now_fs - request.last_token_fs)
+            request.last_token_fs = now_fs
+            if request.num_tokens < request.target_tokens and self.config.sliding_window is None:
+                del scheduler.catching_up[request.order]
+                scheduler.decode.join(request)
+
+    def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
+        self._retire(request, now_fs)
+        spec = request.spec
+        capped = request.num_output_tokens >= (spec.max_tokens or spec.output_tokens + 1) or request.num_tokens >= self.config.max_model_len
+        request.finish_reason = "length" if capped and not stopped else "stop"
+        request.last_token_fs = now_fs
+        self._end(request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs)
+
+    def _retire(self, request: Request, now_fs: int) -> None:
+        """Take a request out of the running set and give its blocks back."""
+        self._scheduler.retire(request)
+        released = self._scheduler.release(request, request.outcome.value if request.outcome else "finished", now_fs, reusable=False)
+        self._decisions.released.append((request.request_id, released))
+
+    def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
+        request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
+        self._requests.pop(request.request_id, None)
+        self._ended.append(request)
+
+    def _log(self, step: int, start_fs: int, grown: dict[int, list[int]], decisions: Decisions) -> None:
+        assert self._sink is not None
+        shares = self._draft.shares if self._draft is not None else {}
+        scheduled = []
+        for order, request in self._scheduler.running.items():
+            if request.decoding:
+                scheduled.append((request.request_id, 1, grown.get(order, [])))
+            elif order in shares:
+                scheduled.append((request.request_id, shares[order].num_tokens, shares[order].new_blocks))
+        self._sink(decisions.entry(step, scheduled), start_fs)

@@ -1,0 +1,52 @@
+"""The decision log: what the core decided, step by step, in the same words in a simulation and on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+DecisionSink = Callable[[dict[str, object], int], None]
+"""Takes one log entry and the time at which its step started, in femtoseconds; writing it somewhere is the world's business."""
+
+
+@dataclass(slots=True)
+class Decisions:
+    """Decisions taken since the last logged step, waiting for the next one."""
+
+    preempted: list[str] = field(default_factory=list)
+    swapped_out: list[tuple[str, list[int]]] = field(default_factory=list)
+    swapped_in: list[tuple[str, list[int]]] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    released: list[tuple[str, list[int]]] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    ladder: list[tuple[str, str]] = field(default_factory=list)
+
+    def entry(self, step: int, scheduled: list[tuple[str, int, list[int]]]) -> dict[str, object]:
+        """The log entry of `step`; keys and order are those of the decision-log format."""
+        return {
+            "step": step,
+            "scheduled": scheduled,
+            "preempted": self.preempted,
+            "swapped_out": self.swapped_out,
+            "swapped_in": self.swapped_in,
+            "copied": self.copied,
+            "released": self.released,
+            "admitted": self.admitted,
+            "rejected": self.rejected,
+            "ladder": self.ladder,
+        }
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is waiting to be logged."""
+        return bool(
+            self.preempted
+            or self.swapped_out
+            or self.swapped_in
+            or self.copied
+            or self.released
+            or self.admitted
+            or self.rejected
+            or self.ladder
+        )

@@ -1,0 +1,186 @@
+"""A request: what a client asked for, the state it is in, and what it got."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .prefix import BlockKeys
+    from .tables import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must be equal, besides the tokens, for KV to be reusable. Typed fields: a LoRA never equals a salt (vLLM #44701)."""
+
+    model: str = ""
+    lora: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """Everything about a request that is fixed when it is created, by a trace or by named random streams.
+
+    Policies see `max_tokens`; `output_tokens`, the length the model will really produce, is for the executor and
+    the bookkeeping of a simulation only.
+    """
+
+    request_id: str
+    arrival_s: float
+    """Seconds after the start of the run."""
+    input_tokens: int
+    """Prompt length, at least 1."""
+    output_tokens: int
+    """Tokens the model will produce unless something ends the request sooner, at least 1."""
+    max_tokens: int | None = None
+    """The client's cap on output tokens; None when the client gave none."""
+    priority: int = 0
+    """Smaller is more important, as in vLLM."""
+    tenant: str = ""
+    content_ids: tuple[Hashable, ...] = ()
+    """Identity of the content, one id for each `content_block_tokens` tokens from the first; equal ids after equal ids mean
+    equal tokens. May be shorter than the prompt (the rest is private to this request) or longer (it then names the output)."""
+    content_block_tokens: int = 0
+    """Tokens named by one content id: 512 in the Mooncake traces, the block size when ids are made from real tokens."""
+    namespace: Namespace = Namespace()
+    cancel_after_s: float | None = None
+    """The client goes away this long after arrival, if it is not served by then."""
+    timeout_s: float | None = None
+    """The client gives up this long after arrival, if it is not served by then."""
+
+    @property
+    def target_tokens(self) -> int:
+        """Output tokens this request ends with when nothing interferes."""
+        return self.output_tokens if self.max_tokens is None else min(self.output_tokens, self.max_tokens)
+
+
+class State(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Outcome(Enum):
+    """How a request ended. Every request ends in exactly one of these."""
+
+    FINISHED = "finished"
+    REJECTED = "rejected"
+    ABORTED = "aborted"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+
+
+class Request:
+    """A request in an engine: the mutable twin of its `RequestSpec`.
+
+    While a request is in the decode set (`decoding`), its token counts follow from the set's clock and are not stored;
+    read them with `DecodeSet.computed`. Otherwise `num_computed_tokens` and `num_tokens` are kept here.
+    """
+
+    __slots__ = (
+        "abort_fs",
+        "anchor",
+        "arrival_fs",
+        "computed_high",
+        "decode_spans",
+        "decoding",
+        "ended_fs",
+        "finish_clock",
+        "finish_reason",
+        "first_token_fs",
+        "kv_block_fs",
+        "held_blocks",
+        "held_since_fs",
+        "keys",
+        "last_token_fs",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_registered",
+        "num_tokens",
+        "order",
+        "other_gaps_fs",
+        "outcome",
+        "peak_blocks",
+        "prefix_hit_tokens",
+        "reason",
+        "recomputed_tokens",
+        "retry_after_s",
+        "scheduled_fs",
+        "seq",
+        "spec",
+        "state",
+        "table",
+        "target_tokens",
+    )
+
+    def __init__(self, spec: RequestSpec, seq: int, arrival_fs: int, keys: BlockKeys, table: BlockTable) -> None:
+        self.spec = spec
+        self.seq = seq
+        """Order of arrival at this engine; breaks ties."""
+        self.order = -1
+        """Order of the latest admission; running requests are served in this order."""
+        self.arrival_fs = arrival_fs
+        self.state = State.WAITING
+        self.outcome: Outcome | None = None
+        self.finish_reason = ""
+        """`stop`, `length`, or empty."""
+        self.reason = ""
+        """In words, with numbers, why the request ended as it did."""
+        self.retry_after_s: float | None = None
+        self.keys = keys
+        self.table = table
+        self.num_tokens = spec.input_tokens
+        """Known tokens: the prompt and what was sampled so far."""
+        self.num_computed_tokens = 0
+        """Tokens whose KV exists."""
+        self.target_tokens = spec.input_tokens + spec.target_tokens
+        """Known tokens at which the request is finished."""
+        self.num_registered = 0
+        """Leading blocks that are in the prefix index."""
+        self.computed_high = 0
+        """Most tokens ever computed: below it, computing is recomputing."""
+        self.decoding = False
+        self.anchor = 0
+        self.finish_clock = 0
+        self.decode_spans: list[tuple[int, int]] = []
+        """Intervals [joined, left) of the engine's step clock in which every step gave this request a token; its inter-token
+        gaps there are the durations of those steps."""
+        self.other_gaps_fs: list[int] = []
+        """The remaining inter-token gaps, those that span missed steps."""
+        self.abort_fs: int | None = None
+        """When the client went away while a step with this request was out."""
+        self.scheduled_fs: int | None = None
+        self.first_token_fs: int | None = None
+        self.last_token_fs: int | None = None
+        self.ended_fs: int | None = None
+        self.prefix_hit_tokens = 0
+        self.num_preemptions = 0
+        self.recomputed_tokens = 0
+        self.peak_blocks = 0
+        self.held_blocks = 0
+        self.held_since_fs = 0
+        self.kv_block_fs = 0
+        """Integral of blocks held over time; a shared block counts for each holder."""
+
+    @property
+    def request_id(self) -> str:
+        """The name its client knows it by."""
+        return self.spec.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far (not while `decoding`)."""
+        return self.num_tokens - self.spec.input_tokens
+
+    def hold(self, change: int, now_fs: int) -> None:
+        """Account for `change` blocks added to the table (or, when negative, given back)."""
+        self.kv_block_fs += self.held_blocks * (now_fs - self.held_since_fs)
+        self.held_blocks += change
+        self.held_since_fs = now_fs
+        self.peak_blocks = max(self.peak_blocks, self.held_blocks)

@@ -1,0 +1,100 @@
+"""Latency metrics, exactly as `vllm bench serve` defines them, and statistics of weighted samples.
+
+TTFT runs from sending to the first token; E2EL to the last; TPOT is (E2EL - TTFT) / (output tokens - 1), undefined for a
+single token; ITL is every gap between consecutive tokens. Only finished requests count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sim.core.clock import FS_PER_S, to_s
+from sim.core.request import Outcome, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .recorder import Recorder
+
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
+
+
+def ttft_s(request: Request) -> float | None:
+    """Time to first token, for a request that got one."""
+    return None if request.first_token_fs is None else to_s(request.first_token_fs - request.arrival_fs)
+
+
+def e2el_s(request: Request) -> float | None:
+    """End-to-end latency of a finished request."""
+    if request.outcome is not Outcome.FINISHED or request.ended_fs is None:
+        return None
+    return to_s(request.ended_fs - request.arrival_fs)
+
+
+def tpot_s(request: Request) -> float | None:
+    """Time per output token after the first, of a finished request with at least two."""
+    if request.outcome is not Outcome.FINISHED or request.num_output_tokens < 2:
+        return None
+    assert request.ended_fs is not None and request.first_token_fs is not None
+    return (request.ended_fs - request.first_token_fs) / (request.num_output_tokens - 1) / FS_PER_S
+
+
+def queued_s(request: Request) -> float | None:
+    """Time from sending to the first step that computed something for the request."""
+    return None if request.scheduled_fs is None else to_s(request.scheduled_fs - request.arrival_fs)
+
+
+def statistics(values: Sequence[float] | NDArray[np.float64], weights: NDArray[np.int64] | None = None) -> dict[str, float]:
+    """Mean, percentiles (linear interpolation, as numpy) and maximum; `weights` say how often each value occurs.
+
+    Empty when there is nothing to describe.
+    """
+    import numpy as np
+
+    sample = np.asarray(values, dtype=np.float64)
+    if weights is None:
+        weights = np.ones(len(sample), dtype=np.int64)
+    sample, weights = sample[weights > 0], weights[weights > 0]
+    if not len(sample):
+        return {}
+    order = np.argsort(sample, kind="stable")
+    sample, weights = sample[order], weights[order]
+    upto = np.cumsum(weights)
+    count = int(upto[-1])
+    result = {"mean": float(np.dot(sample, weights) / count)}
+    for name, percent in PERCENTILES.items():
+        position = (count - 1) * percent / 100.0
+        below = int(position)
+        low = sample[np.searchsorted(upto, below, side="right")]
+        high = sample[np.searchsorted(upto, min(below + 1, count - 1), side="right")]
+        result[name] = float(low + (high - low) * (position - below))
+    result["max"] = float(sample[-1])
+    return result
+
+
+def inter_token_gaps(recorder: Recorder) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Every gap between consecutive tokens of finished requests, as values in seconds and how often each occurred.
+
+    A step's duration is the gap of everyone who decoded in it; who that was follows from when requests joined and left.
+    """
+    import numpy as np
+
+    segments = recorder.step_segments
+    counts = np.array([segment.steps for segment in segments], dtype=np.int64)
+    first = np.array([segment.first_fs for segment in segments], dtype=np.int64)
+    growth = np.array([segment.growth_fs for segment in segments], dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    steps = int(counts.sum())
+    within = np.arange(steps, dtype=np.int64) - np.repeat(starts, counts)
+    durations = np.repeat(first, counts) + np.repeat(growth, counts) * within
+    finished = [request for request in recorder.ended_requests if request.outcome is Outcome.FINISHED]
+    spans = np.array([span for request in finished for span in request.decode_spans], dtype=np.int64).reshape(-1, 2)
+    change = np.zeros(steps + 1, dtype=np.int64)
+    np.add.at(change, spans[:, 0], 1)
+    np.add.at(change, spans[:, 1], -1)
+    others = np.array([gap for request in finished for gap in request.other_gaps_fs], dtype=np.float64)
+    values = np.concatenate([durations.astype(np.float64), others]) / FS_PER_S
+    weights = np.concatenate([np.cumsum(change)[:-1], np.ones(len(others), dtype=np.int64)])
+    return values, weights

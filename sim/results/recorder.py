@@ -1,0 +1,197 @@
+"""The recorder: writes down what one replica did, in exact integers, while it happens.
+
+Integrals over time are sums of (whole number) x (femtoseconds), so the order in which they are added does not matter and a
+leap leaves the same record as the steps it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sim.core.blocks import IntegrityError
+from sim.core.clock import to_s
+from sim.core.config import EngineConfig
+from sim.core.engine import Committed, EngineCore
+from sim.core.plan import Segment, StepPlan, StepResult
+from sim.core.request import Outcome, Request
+
+
+@dataclass(slots=True)
+class Row:
+    """An interval of steps with one composition of the batch: one row of the timeline."""
+
+    start_fs: int
+    end_fs: int
+    steps: int
+    running: int
+    waiting: int
+    used_blocks: int
+    used_blocks_end: int
+    cached_blocks: int
+    free_blocks: int
+    quarantined_blocks: int
+    prefill_tokens: int
+    decode_tokens: int
+    pure_decode_version: int | None
+    """Version of the decode set when nothing else was scheduled: equal versions of neighbours make one row."""
+
+
+@dataclass(slots=True)
+class Integrals:
+    """Sums over time, in femtoseconds."""
+
+    time_by_used_blocks: dict[int, int] = field(default_factory=dict)
+    """How long exactly so many blocks were owned, while the engine worked."""
+    table_slots: int = 0
+    """Token slots in block tables (a shared block counts once a holder)."""
+    unfilled_slots: int = 0
+    """Those of them that hold no token yet."""
+    worst_unfilled: float = 0.0
+    """Largest share of unfilled slots in any step."""
+
+    @property
+    def block_fs(self) -> int:
+        """Integral of owned blocks."""
+        return sum(used * time_fs for used, time_fs in self.time_by_used_blocks.items())
+
+
+class Recorder:
+    """Listens to one replica."""
+
+    def __init__(self, replica: int, core: EngineCore) -> None:
+        self.replica = replica
+        self.core = core
+        self.rows: list[Row] = []
+        self.ended_requests: list[Request] = []
+        self.marks: list[tuple[int, str, str]] = []
+        """`(time, kind, request_id)` of preemptions, rejections and failures."""
+        self.step_segments: list[Segment] = []
+        """Durations of all steps, in order."""
+        self.integrals = Integrals()
+        self.num_events = 0
+        """Arrivals, admissions, preemptions and endings: what happened, however many steps were leapt over."""
+        self._row: Row | None = None
+        self._in_system = 0
+        self._in_system_since_fs = 0
+        self._in_system_fs = 0
+        self._sojourn_fs = 0
+
+    def arrived(self, request: Request, core: EngineCore) -> None:
+        """A request was sent to this replica."""
+        self.num_events += 1
+        self._count_in_system(core.num_unfinished, request.arrival_fs)
+        if self._row is not None:
+            self._row.waiting = max(self._row.waiting, core.num_waiting)
+
+    def planned(self, plan: StepPlan, core: EngineCore) -> None:
+        """A plan starts."""
+        pool = core.pool
+        version = core.decode_version if plan.shape.decode_seqs and not plan.shape.prefill else None
+        self._row = self._row if self._row and version is not None and self._continues(plan.start_fs, version) else None
+        if self._row is None:
+            self._row = Row(
+                start_fs=plan.start_fs,
+                end_fs=plan.start_fs,
+                steps=0,
+                running=core.num_running,
+                waiting=core.num_waiting,
+                used_blocks=pool.num_owned,
+                used_blocks_end=pool.num_owned,
+                cached_blocks=pool.num_cached,
+                free_blocks=pool.num_free - pool.num_cached,
+                quarantined_blocks=pool.num_quarantined,
+                prefill_tokens=0,
+                decode_tokens=0,
+                pure_decode_version=version,
+            )
+            self.rows.append(self._row)
+        self.num_events += len(plan.admitted) + len(plan.preempted)
+        self.marks += [(plan.start_fs, "preempted", request_id) for request_id in plan.preempted]
+
+    def committed(self, plan: StepPlan, result: StepResult, committed: Committed, core: EngineCore) -> None:
+        """The steps of a plan, or those of them that were done, are over."""
+        row = self._row
+        assert row is not None  # `planned` opened it
+        row.end_fs = plan.start_fs + result.durations.total_fs
+        row.steps += result.steps
+        row.used_blocks_end = committed.usage[-1][1]
+        row.prefill_tokens += plan.shape.prefill_tokens
+        row.decode_tokens += plan.shape.decode_seqs * result.steps
+        self.step_segments += result.durations.segments
+        self._integrate(plan, result, committed)
+        self._count_in_system(core.num_unfinished, row.end_fs)
+
+    def ended(self, request: Request, now_fs: int, core: EngineCore) -> None:
+        """A request left this replica, `now`; it may have ended, for its client, a little earlier."""
+        self.num_events += 1
+        self._count_in_system(core.num_unfinished, now_fs)
+        self._sojourn_fs += now_fs - request.arrival_fs
+        self.ended_requests.append(request)
+        if request.outcome is not Outcome.FINISHED:
+            assert request.outcome is not None and request.ended_fs is not None
+            self.marks.append((request.ended_fs, request.outcome.value, request.request_id))
+
+    def check_littles_law(self) -> None:
+        """The integral of requests in the system equals the sum of their times in it (I12).
+
+        Raises IntegrityError with both.
+        """
+        if self._in_system_fs != self._sojourn_fs:
+            raise IntegrityError(
+                f"Little's law fails: {to_s(self._in_system_fs)} request-seconds in the system, {to_s(self._sojourn_fs)} seconds spent in it"
+            )
+
+    def _continues(self, start_fs: int, version: int) -> bool:
+        last = self.rows[-1]
+        return last.pure_decode_version == version and last.end_fs == start_fs
+
+    def _count_in_system(self, now_in_system: int, now_fs: int) -> None:
+        self._in_system_fs += self._in_system * (now_fs - self._in_system_since_fs)
+        self._in_system, self._in_system_since_fs = now_in_system, now_fs
+
+    def _integrate(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
+        integrals, durations, seqs = self.integrals, result.durations, plan.shape.decode_seqs
+        start_fs = start_moment_fs = 0
+        for index, (step, used) in enumerate(committed.usage):
+            next_step = committed.usage[index + 1][0] if index + 1 < len(committed.usage) else result.steps
+            end_fs, end_moment_fs = durations.before_fs(next_step), durations.moment_fs(next_step)
+            span_fs = end_fs - start_fs
+            slots = committed.table_slots[index]
+            written_fs = committed.written_tokens * span_fs + seqs * (end_moment_fs - start_moment_fs)
+            integrals.time_by_used_blocks[used] = integrals.time_by_used_blocks.get(used, 0) + span_fs
+            integrals.table_slots += slots * span_fs
+            integrals.unfilled_slots += slots * span_fs - written_fs
+            unfilled = (slots - committed.written_tokens - seqs * step) / slots
+            integrals.worst_unfilled = max(integrals.worst_unfilled, unfilled)
+            start_fs, start_moment_fs = end_fs, end_moment_fs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """Everything a run left behind, of all its replicas."""
+
+    config: EngineConfig
+    recorders: tuple[Recorder, ...]
+    requests: tuple[Request, ...]
+    """Every request of the workload, in its order, ended; `replica_of` says where."""
+    replica_of: dict[str, int]
+    core_time_s: float
+    """Wall-clock time of the simulation proper."""
+
+    @classmethod
+    def merge(cls, recorders: Sequence[Recorder], config: EngineConfig, order: Sequence[str], core_time_s: float) -> RunRecord:
+        """Close the records of all replicas. Raises IntegrityError if a request is missing or the books disagree (I12)."""
+        by_id = {request.request_id: request for recorder in recorders for request in recorder.ended_requests}
+        if len(by_id) != len(order) or any(request_id not in by_id for request_id in order):
+            missing = [request_id for request_id in order if request_id not in by_id]
+            raise IntegrityError(f"{len(order)} requests were sent and {len(by_id)} ended; missing: {missing[:10]}")
+        for recorder in recorders:
+            recorder.check_littles_law()
+        return cls(
+            config=config,
+            recorders=tuple(recorders),
+            requests=tuple(by_id[request_id] for request_id in order),
+            replica_of={request.request_id: recorder.replica for recorder in recorders for request in recorder.ended_requests},
+            core_time_s=core_time_s,
+        )

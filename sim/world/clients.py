@@ -1,0 +1,64 @@
+"""Clients as SimPy processes: when requests are sent, and when their senders lose patience."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import simpy
+
+from sim.core.clock import to_fs
+from sim.core.request import Outcome, RequestSpec
+
+Send = Callable[[RequestSpec], simpy.Event | None]
+"""Sends a request; with a closed loop, returns the event of its end."""
+
+
+def open_loop(env: simpy.Environment, requests: Sequence[RequestSpec], send: Callable[[RequestSpec], None]) -> Generator[simpy.Event, Any, None]:
+    """Send every request at its time, whatever the engine does."""
+    for spec in requests:
+        yield from _wait_until(env, spec.arrival_s)
+        send(spec)
+
+
+def closed_loop(
+    env: simpy.Environment,
+    requests: Sequence[RequestSpec],
+    send: Callable[[RequestSpec], simpy.Event],
+    max_concurrency: int,
+) -> Generator[simpy.Event, Any, None]:
+    """Send requests in order, each at its time or, if later, when fewer than `max_concurrency` are outstanding.
+
+    As `vllm bench serve --max-concurrency`: a request's clock starts when it is sent, not when it could have been.
+    """
+    slots = simpy.Resource(env, max_concurrency)
+
+    def occupy(spec: RequestSpec, slot: simpy.resources.resource.Request) -> Generator[simpy.Event, Any, None]:
+        yield send(spec)
+        slots.release(slot)
+
+    for spec in requests:
+        yield from _wait_until(env, spec.arrival_s)
+        slot = slots.request()
+        yield slot
+        env.process(occupy(spec, slot))
+
+
+def patience(
+    env: simpy.Environment, spec: RequestSpec, abort: Callable[[str, Outcome, str], None]
+) -> Generator[simpy.Event, Any, None]:
+    """Wait as long as this client will, then give up."""
+    limits = []
+    if spec.timeout_s is not None:
+        limits.append((to_fs(spec.timeout_s), Outcome.TIMED_OUT, f"not served within its time-out of {spec.timeout_s:g} s"))
+    if spec.cancel_after_s is not None:
+        limits.append((to_fs(spec.cancel_after_s), Outcome.ABORTED, f"the client cancelled {spec.cancel_after_s:.3f} s after sending"))
+    wait_fs, outcome, reason = min(limits, key=lambda limit: limit[0])
+    yield env.timeout(wait_fs)
+    abort(spec.request_id, outcome, reason)
+
+
+def _wait_until(env: simpy.Environment, time_s: float) -> Generator[simpy.Event, Any, None]:
+    wait_fs = to_fs(time_s) - env.now
+    if wait_fs > 0:
+        yield env.timeout(wait_fs)

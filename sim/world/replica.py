@@ -1,0 +1,100 @@
+"""One engine replica as a SimPy process: plan, execute, sleep, commit.
+
+One event a stretch. A stretch under way is cut, at the end of the step in progress, when something happens that may change
+the next decision; what happens at the very end of a step is heard before the step is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import simpy
+
+from sim.core.engine import EngineCore
+from sim.core.plan import Executor, StepPlan, StepResult
+from sim.core.request import Outcome, Request, RequestSpec
+from sim.results.recorder import Recorder
+
+
+class Replica:
+    """An engine, what executes its plans, and what records them. `serve` is its process."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        core: EngineCore,
+        executor: Executor,
+        recorder: Recorder,
+        *,
+        stepping: bool,
+        check: bool,
+        on_end: Callable[[Request], None],
+    ) -> None:
+        self.core = core
+        self._env = env
+        self._executor = executor
+        self._recorder = recorder
+        self._max_repeat = 1 if stepping else None
+        self._check = check
+        self._on_end = on_end
+        self._sleeping = False
+        self._idle: simpy.Event | None = None
+        self._process = env.process(self.serve())
+
+    def submit(self, spec: RequestSpec) -> None:
+        """A client sends a request."""
+        arrived = self.core.add(spec, self._env.now)
+        self._recorder.arrived(arrived.request, self.core)
+        self._after_event(nudge=arrived.may_change_plan)
+
+    def abort(self, request_id: str, outcome: Outcome, reason: str) -> None:
+        """A client gives up on a request; nothing happens if it has ended."""
+        if self.core.abort(request_id, self._env.now, outcome, reason):
+            self._after_event(nudge=True)
+
+    def serve(self) -> Generator[simpy.Event, Any, None]:
+        """The engine's loop; it never ends, it only runs out of events."""
+        env, core = self._env, self.core
+        while True:
+            plan = core.plan(env.now, self._max_repeat)
+            self._after_event(nudge=False)
+            if plan is None:
+                self._idle = env.event()
+                yield self._idle
+                self._idle = None
+            else:
+                self._recorder.planned(plan, core)
+                result = yield from self._sleep_through(plan, self._executor.execute(plan))
+                committed = core.commit(plan, result, env.now)
+                self._recorder.committed(plan, result, committed, core)
+                self._after_event(nudge=False)
+            yield env.timeout(0)  # clients that react at once are heard before the next decision
+
+    def _sleep_through(self, plan: StepPlan, result: StepResult) -> Generator[simpy.Event, Any, StepResult]:
+        """Let the steps of a plan pass; returns the result of those that did."""
+        env = self._env
+        self._sleeping = True
+        try:
+            yield env.timeout(result.durations.total_fs)
+        except simpy.Interrupt:
+            result = result.cut(result.durations.started_by(env.now - plan.start_fs))
+            yield env.timeout(plan.start_fs + result.durations.total_fs - env.now)
+        self._sleeping = False
+        yield env.timeout(0)  # what happens at this very moment belongs to the step that ends now
+        return result
+
+    def _after_event(self, *, nudge: bool) -> None:
+        """Pass on who ended, verify the books if asked to, and let the loop know if its next decision may differ."""
+        for request in self.core.take_ended():
+            self._recorder.ended(request, self._env.now, self.core)
+            self._on_end(request)
+        if self._check:
+            self.core.check()
+        if not nudge:
+            return
+        if self._idle is not None and not self._idle.triggered:
+            self._idle.succeed()
+        elif self._sleeping:
+            self._sleeping = False
+            self._process.interrupt()

@@ -1,0 +1,115 @@
+"""One run: requests in, a record out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import simpy
+
+from sim.core.config import ConfigError, EngineConfig
+from sim.core.engine import EngineCore, ProgressError
+from sim.core.log import DecisionSink
+from sim.core.plan import Executor
+from sim.core.request import Request, RequestSpec
+from sim.costs.protocol import CostModel
+from sim.results.recorder import Recorder, RunRecord
+
+from .clients import closed_loop, open_loop, patience
+from .executors import ModelExecutor
+from .replica import Replica
+from .router import ROUTERS
+
+
+def run_world(
+    config: EngineConfig,
+    cost: CostModel,
+    requests: Sequence[RequestSpec],
+    *,
+    replicas: int = 1,
+    router: str = "round-robin",
+    max_concurrency: int | None = None,
+    stepping: bool = False,
+    check: bool = False,
+    decision_log: Callable[[dict[str, object]], None] | None = None,
+    executor: Callable[[EngineCore], Executor] | None = None,
+) -> RunRecord:
+    """Simulate `requests` (in order of arrival) on `replicas` equal engines until every one has ended.
+
+    `max_concurrency` makes the clients a closed loop. `stepping` turns leaps off; the result is the same. `check` verifies the
+    engine's books after every event. `decision_log` gets every step's entry; with several replicas when the run is
+    over, in order of time and with a `replica` key, because a leap writes its steps later than a single step would.
+    `executor` replaces the cost model by something that really runs.
+
+    Raises ConfigError for settings that make no sense, IntegrityError or ProgressError if the core is at fault.
+    """
+    if replicas < 1:
+        raise ConfigError(f"replicas is {replicas}; there must be at least 1")
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigError(f"max_concurrency is {max_concurrency}; it must be at least 1")
+    if router not in ROUTERS:
+        raise ConfigError(f"router {router!r} is not known; known are {', '.join(ROUTERS)}")
+    started = time.perf_counter()
+    env = simpy.Environment(initial_time=0)  # type: ignore[arg-type]  # integer femtoseconds, see sim.core.clock
+    waiting_for: dict[str, simpy.Event] = {}
+
+    def on_end(request: Request) -> None:
+        event = waiting_for.pop(request.request_id, None)
+        if event is not None:
+            event.succeed()
+
+    engines: list[EngineCore] = []
+    servers: list[Replica] = []
+    recorders: list[Recorder] = []
+    log = None if decision_log is None else _Log(decision_log, replicas)
+    for index in range(replicas):
+        core = EngineCore(config, decision_sink=log and log.sink(index))
+        recorder = Recorder(index, core)
+        served_by = ModelExecutor(cost) if executor is None else executor(core)
+        servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
+        engines.append(core)
+        recorders.append(recorder)
+    route = ROUTERS[router]()
+
+    def send(spec: RequestSpec) -> None:
+        server = servers[route(spec, engines)]
+        server.submit(spec)
+        if spec.timeout_s is not None or spec.cancel_after_s is not None:
+            env.process(patience(env, spec, server.abort))
+
+    def send_and_wait(spec: RequestSpec) -> simpy.Event:
+        waiting_for[spec.request_id] = done = env.event()
+        send(spec)
+        return done
+
+    if max_concurrency is None:
+        env.process(open_loop(env, requests, send))
+    else:
+        env.process(closed_loop(env, requests, send_and_wait, max_concurrency))
+    env.run()
+    if log is not None:
+        log.close()
+    for core in engines:
+        if core.num_unfinished:
+            raise ProgressError(f"{core.num_unfinished} requests never ended, and nothing more will happen")
+    return RunRecord.merge(recorders, config, [spec.request_id for spec in requests], core_time_s=time.perf_counter() - started)
+
+
+class _Log:
+    """Passes decision-log entries on: at once from a single engine, sorted by time from several."""
+
+    def __init__(self, write: Callable[[dict[str, object]], None], replicas: int) -> None:
+        self._write = write
+        self._single = replicas == 1
+        self._held: list[tuple[int, int, dict[str, object]]] = []
+
+    def sink(self, replica: int) -> DecisionSink:
+        """Where one engine's entries go."""
+        if self._single:
+            return lambda entry, start_fs: self._write(entry)
+        return lambda entry, start_fs: self._held.append((start_fs, replica, {"replica": replica, **entry}))
+
+    def close(self) -> None:
+        """Pass on what was held back."""
+        for _, _, entry in sorted(self._held, key=lambda held: held[:2]):
+            self._write(entry)
