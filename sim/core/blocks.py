@@ -43,15 +43,12 @@ class BlockPool:
         self._fences: dict[int, list[int]] = {}  # fence -> blocks that become free when it has passed
         self._quarantined: set[int] = set()
         self._released_by: dict[int, str] = {}
+        self.num_free = num_blocks
+        """Blocks that can be allocated now, cached ones included."""
         self.num_cached = 0
         """Free blocks whose content can still be found."""
 
     # -- counts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
-        return len(self._freed) + self.num_blocks - (len(self._ref_cnt) - 1)
 
     @property
     def num_quarantined(self) -> int:
@@ -82,10 +79,13 @@ class BlockPool:
         if num_blocks > self.num_free:
             return None
         ref_cnt, freed, index = self._ref_cnt, self._freed, self.index
+        self.num_free -= num_blocks
         first_unused = len(ref_cnt)
         unused = min(num_blocks, self.num_blocks + 1 - first_unused)
-        ref_cnt.extend([1] * unused)  # never used blocks stand at the head of the queue: they were queued first
-        taken = list(range(first_unused, first_unused + unused))
+        taken: list[int] = []
+        if unused:  # never used blocks stand at the head of the queue: they were queued first
+            ref_cnt.extend([1] * unused)
+            taken = list(range(first_unused, first_unused + unused))
         for _ in range(num_blocks - unused):
             block_id, _none = freed.popitem(last=False)
             if block_id in index:
@@ -103,6 +103,7 @@ class BlockPool:
                 continue
             if not ref_cnt[block_id]:
                 del self._freed[block_id]
+                self.num_free -= 1
                 if block_id in self.index:
                     self.num_cached -= 1
             ref_cnt[block_id] += 1
@@ -156,6 +157,7 @@ class BlockPool:
 
     def _queue(self, block_ids: list[int]) -> None:
         freed, index = self._freed, self.index
+        self.num_free += len(block_ids)
         for block_id in block_ids:
             freed[block_id] = None
             if block_id in index:
@@ -199,6 +201,9 @@ class BlockPool:
                 problems.append(f"block {block_id} is {'missing: in no queue' if not places else 'double: free and quarantined'}")
         problems += [f"block {block_id} is held by {held} but was never allocated" for block_id, held in owners.items()]
         cached = sum(1 for block_id in self._freed if block_id in self.index)
+        free = len(self._freed) + self.num_blocks + 1 - len(self._ref_cnt)
+        if free != self.num_free:
+            problems.append(f"{free} blocks are free, {self.num_free} are counted")
         if cached != self.num_cached:
             problems.append(f"{cached} free blocks are cached, {self.num_cached} are counted")
         if problems:

@@ -7,7 +7,7 @@ both chains is equal (invariant I7), so there is nothing to collide.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable
 
 from .request import Namespace, RequestSpec
 
@@ -21,23 +21,29 @@ class KeyTable:
         self._chains: dict[Namespace | tuple[int, Hashable], int] = {}
         self._next = 1
 
-    def root(self, namespace: Namespace) -> int:
-        """The empty chain of a namespace."""
-        return self._intern(namespace)
-
-    def extend(self, chain: int, content: Hashable) -> int:
-        """The chain that continues `chain` with `content`."""
-        return self._intern((chain, content))
+    def chain(self, namespace: Namespace, contents: Iterable[Hashable]) -> list[int]:
+        """For each of `contents`, the chain that ends with it and starts in `namespace`."""
+        chains = self._chains
+        last = self._intern(namespace)
+        made: list[int] = []
+        for content in contents:
+            link = (last, content)
+            found = chains.get(link)
+            if found is None:
+                found = chains[link] = self._next
+                self._next += 1
+            made.append(last := found)
+        return made
 
     def private(self) -> int:
         """A chain that nothing else will ever equal."""
         self._next += 1
         return self._next - 1
 
-    def _intern(self, link: Namespace | tuple[int, Hashable]) -> int:
-        chain = self._chains.get(link)
+    def _intern(self, namespace: Namespace) -> int:
+        chain = self._chains.get(namespace)
         if chain is None:
-            chain = self._chains[link] = self.private()
+            chain = self._chains[namespace] = self.private()
         return chain
 
 
@@ -64,23 +70,28 @@ class BlockKeys:
 
     def key(self, index: int) -> int:
         """Key of block `index`."""
-        if index < self.num_shared:
-            last_token = (index + 1) * self._block_size - 1
-            chain = self._shared_chains()[last_token // self._spec.content_block_tokens]
-        else:
+        return self.keys(index, index + 1)[0]
+
+    def keys(self, start: int, stop: int) -> list[int]:
+        """Keys of blocks [start, stop)."""
+        shared_stop = min(stop, self.num_shared)
+        keys: list[int] = []
+        if start < shared_stop:
+            chains, block_size, span = self._shared_chains(), self._block_size, self._spec.content_block_tokens
+            keys = [
+                chains[((index + 1) * block_size - 1) // span] << _INDEX_BITS | index for index in range(start, shared_stop)
+            ]
+        first_private = max(start, shared_stop)
+        if first_private < stop:
             if not self._private:
                 self._private = self._table.private()
-            chain = self._private
-        return chain << _INDEX_BITS | index
-
-    def keys(self, stop: int) -> Iterator[int]:
-        """Keys of blocks [0, stop)."""
-        return map(self.key, range(stop))
+            base = self._private << _INDEX_BITS
+            keys += range(base + first_private, base + stop)
+        return keys
 
     def _shared_chains(self) -> list[int]:
         if self._chains is None:
-            chain = self._table.root(self._spec.namespace)
-            self._chains = [chain := self._table.extend(chain, content) for content in self._spec.content_ids]
+            self._chains = self._table.chain(self._spec.namespace, self._spec.content_ids)
         return self._chains
 
 
@@ -102,18 +113,23 @@ class PrefixIndex:
         """The key under which a block is registered."""
         return self._key_of.get(block_id)
 
-    def add(self, block_id: int, key: int) -> None:
-        """Register that `block_id` holds the content `key`. A block already registered keeps its key."""
-        if block_id in self._key_of:
-            return
-        self._key_of[block_id] = key
-        if self._first.setdefault(key, block_id) != block_id:
-            self._others.setdefault(key, {})[block_id] = None
+    def add(self, block_ids: Iterable[int], keys: Iterable[int]) -> None:
+        """Register that each of `block_ids` holds the content of its key. A block already registered keeps its key; 0 (no block) is passed over."""
+        key_of, first = self._key_of, self._first
+        for block_id, key in zip(block_ids, keys, strict=True):
+            if block_id in key_of or not block_id:
+                continue
+            key_of[block_id] = key
+            if first.setdefault(key, block_id) != block_id:
+                self._others.setdefault(key, {})[block_id] = None
 
     def drop(self, block_id: int) -> None:
         """Forget a block whose content is about to be overwritten, or was never computed. Unregistered blocks are ignored."""
         key = self._key_of.pop(block_id, None)
         if key is None:
+            return
+        if not self._others:
+            del self._first[key]
             return
         others = self._others.get(key)
         if self._first[key] != block_id:
@@ -127,7 +143,7 @@ class PrefixIndex:
         if others is not None and not others:
             del self._others[key]
 
-    def find(self, keys: Iterable[int], barred: Sequence[int] | frozenset[int] = ()) -> list[int]:
+    def find(self, keys: Iterable[int], barred: Collection[int] = ()) -> list[int]:
         """Blocks that hold the longest run of `keys` from the first; `barred` blocks count as absent."""
         first = self._first
         found: list[int] = []

@@ -251,7 +251,7 @@ class Scheduler:
         stop = (request.num_tokens - 1) // self._config.block_size
         if not request.num_preemptions:
             stop = min(stop, request.keys.num_shared)  # its private blocks have never been computed
-        hits = self._pool.find(request.keys.keys(stop))
+        hits = self._pool.find(request.keys.keys(0, stop))
         passed = skipped_blocks(len(hits) * self._config.block_size, self._config.block_size, self._config.sliding_window)
         return [NO_BLOCK] * passed + hits[passed:]
 
@@ -299,9 +299,7 @@ class Scheduler:
         blocks = request.table.blocks
         self._pool.forget(blocks[computed_blocks : request.num_registered])  # registered for a step that will not be computed
         if self._config.enable_prefix_caching:
-            for index in range(request.num_registered, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared)):
-                if blocks[index]:
-                    self._pool.index.add(blocks[index], request.keys.key(index))
+            self._register_upto(request, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared))
         self._hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
         return self._tables.release(request.table, f"{request.request_id} ({why})")
@@ -324,7 +322,10 @@ class Scheduler:
         """Make blocks that will be full after this step findable at once: whoever finds them is computed after them."""
         if not self._config.enable_prefix_caching:
             return
-        stop = min(computed_tokens // self._config.block_size, request.keys.num_shared)
-        for index in range(request.num_registered, stop):
-            self._pool.index.add(request.table.blocks[index], request.keys.key(index))
-        request.num_registered = max(request.num_registered, stop)
+        self._register_upto(request, min(computed_tokens // self._config.block_size, request.keys.num_shared))
+
+    def _register_upto(self, request: Request, stop: int) -> None:
+        start = request.num_registered
+        if start < stop:
+            self._pool.index.add(request.table.blocks[start:stop], request.keys.keys(start, stop))
+            request.num_registered = stop
