@@ -10,8 +10,9 @@ import simpy
 from sim.core.clock import to_fs
 from sim.core.request import Outcome, RequestSpec
 
-Send = Callable[[RequestSpec], simpy.Event | None]
-"""Sends a request; with a closed loop, returns the event of its end."""
+CLIENT_TURNAROUND_FS = 10**9
+"""A client of a closed loop sends its next request one microsecond after the end of the one before: later than the decision
+that the end made possible, as over any network."""
 
 
 def open_loop(env: simpy.Environment, requests: Sequence[RequestSpec], send: Callable[[RequestSpec], None]) -> Generator[simpy.Event, Any, None]:
@@ -35,6 +36,7 @@ def closed_loop(
 
     def occupy(spec: RequestSpec, slot: simpy.resources.resource.Request) -> Generator[simpy.Event, Any, None]:
         yield send(spec)
+        yield env.timeout(CLIENT_TURNAROUND_FS)
         slots.release(slot)
 
     for spec in requests:

@@ -1,7 +1,8 @@
 """One engine replica as a SimPy process: plan, execute, sleep, commit.
 
 One event a stretch. A stretch under way is cut, at the end of the step in progress, when something happens that may change
-the next decision; what happens at the very end of a step is heard before the step is committed.
+the next decision. What clients do at the very moment a step ends is heard before the step is committed, whatever the order
+in which the events were made: `Late` sees to that, and with it a stretch and its single steps see the same world.
 """
 
 from __future__ import annotations
@@ -10,11 +11,24 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import simpy
+from simpy.events import NORMAL, EventPriority
 
 from sim.core.engine import EngineCore
 from sim.core.plan import Executor, StepPlan, StepResult
 from sim.core.request import Outcome, Request, RequestSpec
 from sim.results.recorder import Recorder
+
+
+class Late(simpy.Event):
+    """A time-out that fires after everything else that happens at its time."""
+
+    _PRIORITY = EventPriority(int(NORMAL) + 1)
+
+    def __init__(self, env: simpy.Environment, delay_fs: int = 0) -> None:
+        super().__init__(env)
+        self._ok = True
+        self._value = None
+        env.schedule(self, priority=self._PRIORITY, delay=delay_fs)
 
 
 class Replica:
@@ -63,25 +77,24 @@ class Replica:
                 self._idle = env.event()
                 yield self._idle
                 self._idle = None
-            else:
-                self._recorder.planned(plan, core)
-                result = yield from self._sleep_through(plan, self._executor.execute(plan))
-                committed = core.commit(plan, result, env.now)
-                self._recorder.committed(plan, result, committed, core)
-                self._after_event(nudge=False)
-            yield env.timeout(0)  # clients that react at once are heard before the next decision
+                yield Late(env)  # others may arrive at the same moment
+                continue
+            self._recorder.planned(plan, core)
+            result = yield from self._sleep_through(plan, self._executor.execute(plan))
+            committed = core.commit(plan, result, env.now)
+            self._recorder.committed(plan, result, committed, core)
+            self._after_event(nudge=False)
 
     def _sleep_through(self, plan: StepPlan, result: StepResult) -> Generator[simpy.Event, Any, StepResult]:
         """Let the steps of a plan pass; returns the result of those that did."""
         env = self._env
         self._sleeping = True
         try:
-            yield env.timeout(result.durations.total_fs)
+            yield Late(env, result.durations.total_fs)
         except simpy.Interrupt:
             result = result.cut(result.durations.started_by(env.now - plan.start_fs))
-            yield env.timeout(plan.start_fs + result.durations.total_fs - env.now)
+            yield Late(env, plan.start_fs + result.durations.total_fs - env.now)
         self._sleeping = False
-        yield env.timeout(0)  # what happens at this very moment belongs to the step that ends now
         return result
 
     def _after_event(self, *, nudge: bool) -> None:
