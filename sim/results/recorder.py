@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sim.core.blocks import IntegrityError
 from sim.core.clock import to_s
 from sim.core.config import EngineConfig
-from sim.core.engine import Committed, EngineCore
+from sim.core.engine import Arrived, Committed, EngineCore
 from sim.core.plan import Segment, StepPlan, StepResult
 from sim.core.request import Outcome, Request
 
@@ -77,11 +77,11 @@ class Recorder:
         self._in_system_fs = 0
         self._sojourn_fs = 0
 
-    def arrived(self, request: Request, core: EngineCore) -> None:
-        """A request was sent to this replica."""
+    def arrived(self, arrived: Arrived, core: EngineCore) -> None:
+        """A request was sent to this replica. It counts as waiting once a decision has left, or will leave, it in the queue."""
         self.num_events += 1
-        self._count_in_system(core.num_unfinished, request.arrival_fs)
-        if self._row is not None:
+        self._count_in_system(core.num_unfinished, arrived.request.arrival_fs)
+        if self._row is not None and (self._row.waiting or not arrived.may_change_plan):
             self._row.waiting = max(self._row.waiting, core.num_waiting)
 
     def planned(self, plan: StepPlan, core: EngineCore) -> None:
@@ -106,6 +106,7 @@ class Recorder:
                 pure_decode_version=version,
             )
             self.rows.append(self._row)
+        self._row.waiting = max(self._row.waiting, core.num_waiting)
         self.num_events += len(plan.admitted) + len(plan.preempted)
         self.marks += [(plan.start_fs, "preempted", request_id) for request_id in plan.preempted]
 

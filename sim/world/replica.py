@@ -59,7 +59,7 @@ class Replica:
     def submit(self, spec: RequestSpec) -> None:
         """A client sends a request."""
         arrived = self.core.add(spec, self._env.now)
-        self._recorder.arrived(arrived.request, self.core)
+        self._recorder.arrived(arrived, self.core)
         self._after_event(nudge=arrived.may_change_plan)
 
     def abort(self, request_id: str, outcome: Outcome, reason: str) -> None:

@@ -1,0 +1,1 @@
+"""The questions asked of the twin, and the command that asks them."""

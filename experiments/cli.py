@@ -1,0 +1,193 @@
+"""The command `kvtwin`: what may be typed, and how it ends.
+
+Exit codes: 0 success, 1 what was checked does not hold, 2 bad input, 130 interrupted. An error is one message on stderr.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.core.blocks import DoubleFreeError, IntegrityError
+from sim.core.engine import ProgressError
+from sim.scenario import Scenario
+
+from .options import Json, Out, Workers, takes_scenario
+from .terminal import complain
+
+
+def _example(command: str) -> str:
+    """An epilog that typer does not re-wrap."""
+    return f"\b\nExample:\n  {command}"
+
+
+app = typer.Typer(
+    name="kvtwin",
+    help="The digital twin of an LLM inference engine's GPU memory.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+Replications = Annotated[
+    int, typer.Option("--replications", metavar="N", help="Independent sets of requests, at least 2.")
+]
+
+
+@app.command(
+    "run",
+    epilog=_example(
+        "kvtwin run --model llama-3.1-8b --gpu h100-sxm-80gb --workload azure-conv --num-requests 1000 --html report.html"
+    ),
+)
+@takes_scenario
+def run_command(
+    scenario: Scenario,
+    decision_log: Annotated[
+        Path | None, typer.Option("--decision-log", metavar="FILE", help="Write every decision (JSON Lines).")
+    ] = None,
+    out: Out = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the one-file HTML report.")] = None,
+    json: Json = False,
+) -> int:
+    """One run: simulate, and print what came of it."""
+    from .run import run
+
+    return run(scenario, decision_log=decision_log, out=out, html=html, json=json)
+
+
+@app.command(
+    "ledger", epilog=_example("kvtwin ledger --model llama-3.1-8b --gpu h100-sxm-80gb --max-model-len 8192 --explain")
+)
+@takes_scenario
+def ledger_command(
+    scenario: Scenario,
+    explain: Annotated[bool, typer.Option("--explain", help="Show each line's formula with its numbers.")] = False,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """The memory account before anything runs: every line, the KV pool, the maximum concurrency."""
+    from .ledger import ledger
+
+    return ledger(scenario, explain=explain, out=out, json=json)
+
+
+@app.command(
+    "capacity",
+    epilog=_example(
+        "kvtwin capacity --model llama-3.1-8b --gpu h100-sxm-80gb --workload azure-conv --slo ttft_p99=2.0,tpot_p99=0.05 --target-rate 50"
+    ),
+)
+@takes_scenario
+def capacity_command(
+    scenario: Scenario,
+    target_rate: Annotated[
+        float | None, typer.Option("--target-rate", metavar="PER_S", help="Say how many GPUs this rate needs.")
+    ] = None,
+    replications: Replications = 5,
+    workers: Workers = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """The highest rate at which the objectives hold, with its interval, and what limits it."""
+    from .capacity import capacity
+
+    return capacity(scenario, target_rate=target_rate, replications=replications, workers=workers, out=out, json=json)
+
+
+@app.command("compare", epilog=_example("kvtwin compare baseline.toml watermark.toml --replications 10"))
+def compare_command(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="A.toml B.toml…", help="Scenario files, the baseline first; same workload.")
+    ],
+    replications: Replications = 10,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", min=0, help="Root of all random streams, instead of the baseline's."),
+    ] = None,
+    workers: Workers = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """The same requests served by two or more scenarios: differences with intervals, and a verdict a metric."""
+    from .compare import compare
+
+    return compare(files, replications=replications, seed=seed, workers=workers, out=out, json=json)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the process's own) and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = " ".join(
+        ["kvtwin", *(word for word in arguments[:1] if word in ("run", "ledger", "capacity", "compare"))]
+    )
+    try:
+        code = app(args=arguments, prog_name="kvtwin", standalone_mode=False)
+        sys.stdout.flush()
+        if code == INTERRUPTED:  # newer releases of typer turn an interrupt into this code, older ones raise Abort
+            complain(command, "interrupted")
+        return int(code or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        complain(command, "interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout went away (`kvtwin … | head`); pointing stdout at nothing keeps the interpreter's last flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (DoubleFreeError, IntegrityError, ProgressError) as error:
+        complain(command, f"the run is not sound: {error}")
+        return 1
+    except OSError as error:
+        complain(command, f"{error.filename or 'file'}: {error.strerror or error}")
+        return 2
+    except Exception as error:
+        message = _message(error)
+        if message is None:
+            raise
+        complain(command, message)
+        return 2
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the user about `error`; None when it is not about the input, but a bug that needs its traceback."""
+    if hasattr(error, "format_message"):  # every usage error of typer has it, whichever version raises it
+        return _usage_message(error)
+    return str(error) if isinstance(error, _input_errors()) else None
+
+
+def _usage_message(error: Exception) -> str:
+    name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return "no command is given\n\n" + str(error)
+    if type(error).__name__ == "NoSuchOption" and name and context:
+        known = [
+            flag
+            for parameter in context.command.params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+            if flag[:2] == "--"
+        ]
+        return f"no such flag {name}; nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}"
+    return str(error.format_message())  # type: ignore[attr-defined]
+
+
+def _input_errors() -> tuple[type[Exception], ...]:
+    """The errors that mean bad input. Imported here, because most commands need few of these packages."""
+    from sim.core.config import ConfigError
+    from sim.scenario import ScenarioError
+    from sim.slo import SloError
+    from sim.workload.errors import TraceError, WorkloadError
+
+    return (ScenarioError, SloError, ConfigError, WorkloadError, TraceError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`kvtwin run`: one run, its table on the terminal, its files where asked for."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .decision_log import DecisionLogFile
+from .terminal import Progress, print_json, say
+
+if TYPE_CHECKING:
+    from sim.results.result import Result
+    from sim.scenario import Scenario
+
+
+def run(
+    scenario: Scenario,
+    *,
+    decision_log: Path | None = None,
+    out: Path | None = None,
+    html: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Simulate, write the files, print. Returns the exit code."""
+    import sim
+    from sim.results.console import print_summary
+
+    with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
+        progress.say("simulating")
+        result = sim.simulate(scenario, decision_log=log.write if log else None)
+    written = _write(result, out, html) + ([decision_log] if decision_log else [])
+    if json:
+        print_json(result.summary)
+        return 0
+    print_summary(result)
+    for path in written:
+        say(f"wrote {path}")
+    return 0
+
+
+def _write(result: Result, out: Path | None, html: Path | None) -> list[Path]:
+    written: list[Path] = []
+    if out is not None:
+        written.append(result.save(out))
+    if html is not None:
+        written.append(result.report(html))
+    return written

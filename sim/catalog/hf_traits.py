@@ -1,0 +1,51 @@
+"""What architectures have that their configuration files do not say.
+
+**Source:** model classes of Transformers 4.4x to 5.x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a layer of an architecture has that its configuration file does not say; as the fields of `ModelShape`."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    sinks: bool = False
+    expert_bias: bool = False
+    router_bias: bool = False
+    shared_gate: bool = False
+    windowed: bool = True
+    """Default of `use_sliding_window` where the file leaves it out."""
+    tied: bool = False
+    """Default of `tie_word_embeddings` where the file leaves it out."""
+    window_every: int = 0
+    """Without `layer_types`: every n-th layer reads everything, the others a window; 0 means all layers have the window."""
+
+
+LLAMA = Traits()
+_DEEPSEEK_V3 = Traits(router_bias=True)
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "mixtral": LLAMA,
+    "granite": LLAMA,
+    "phi3": LLAMA,
+    "qwen2": Traits(qkv_bias=True, windowed=False),
+    "qwen2_moe": Traits(qkv_bias=True, shared_gate=True, windowed=False),
+    "qwen3": Traits(qk_norm=True, windowed=False),
+    "qwen3_moe": Traits(qk_norm=True, windowed=False),
+    "gpt_oss": Traits(qkv_bias=True, out_bias=True, sinks=True, expert_bias=True, router_bias=True, window_every=2),
+    "deepseek_v2": LLAMA,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "gemma": Traits(tied=True),
+    "gemma2": Traits(norms=4, tied=True, window_every=2),
+    "gemma3_text": Traits(norms=4, qk_norm=True, tied=True, window_every=6),
+}
+"""By `model_type`."""

@@ -1,0 +1,45 @@
+"""Finding what a user meant: exact, case-insensitive lookup, and an error that lists the nearest names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+from sim.core.config import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
+    """The known names most like `name`, best first; names that contain it count as near."""
+    names = list(known)
+    lowered = name.lower()
+    close = get_close_matches(lowered, [candidate.lower() for candidate in names], n=most, cutoff=0.5)
+    found = [candidate for match in close for candidate in names if candidate.lower() == match]
+    found += [candidate for candidate in names if lowered and lowered in candidate.lower()]
+    return list(dict.fromkeys(found))[:most]
+
+
+def unknown(kind: str, name: str, known: Iterable[str], *, advice: str = "") -> ConfigError:
+    """The error for a name that is not in a catalogue. It is returned, not raised.
+
+    `kind` says what was looked up ("model"); `advice` is a sentence for the end.
+    """
+    names = sorted(set(known))
+    near = nearest(name, names)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}."
+    return ConfigError(f"unknown {kind} {name!r}: {hint}{' ' + advice if advice else ''}")
+
+
+def look_up(kind: str, name: str, table: Mapping[str, T], aliases: Mapping[str, str], *, advice: str = "") -> T:
+    """The entry called `name`, by its own name or by an alias, without regard to case or to `_` against `-`.
+
+    Raises:
+        ConfigError: no such entry; the message names the nearest ones.
+    """
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    key = aliases.get(key, key)
+    if key in table:
+        return table[key]
+    raise unknown(kind, name, [*table, *aliases], advice=advice)

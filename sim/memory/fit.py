@@ -1,0 +1,115 @@
+"""Whether it fits: blocks of the pool, the longest sequence, and what to change when the answer is no."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.catalog.gpus import GIB, Gpu
+from sim.catalog.shape import ModelShape
+from sim.core.config import ConfigError
+
+from .account import RankAccount, Settings, account_rank
+from .ledger import blocks_for_tokens
+
+_ADVISED_TOKENS = 8192
+"""A change is advised when it makes room for a sequence of this length, where none was asked for."""
+
+
+def poorest_rank(model: ModelShape, gpu: Gpu, settings: Settings) -> RankAccount:
+    """The account of the rank with the fewest blocks: all ranks get a pool of its size."""
+    stages = range(settings.pipeline_parallel_size)
+    accounts = [account_rank(model, gpu, settings, stage) for stage in stages]
+    return min(accounts, key=lambda account: (account.num_blocks, -account.used_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """One engine's settings and its poorest rank, to be asked what fits."""
+
+    model: ModelShape
+    """What is served."""
+    gpu: Gpu
+    """What it is served on."""
+    settings: Settings
+    """How."""
+    account: RankAccount
+    """The poorest rank's."""
+
+    def blocks(self, override: int | None, length: int, warnings: list[str]) -> int:
+        """Blocks of the pool: what the budget leaves, or `override`, checked against what the device has.
+
+        Raises:
+            ConfigError: no block fits, or more is ordered than the device has; with the numbers and what would be right.
+        """
+        account, total = self.account, self.gpu.total_bytes
+        spoken_for = f"{account.used_bytes / GIB:.2f} GiB for everything else"
+        has = f"the {self.gpu.total_gib:.2f} GiB of {self.gpu.name}"
+        if override is not None:
+            if account.used_bytes + override * account.block_bytes > total:
+                raise ConfigError(
+                    f"num_gpu_blocks_override {override} needs {override * account.block_bytes / GIB:.2f} GiB for KV "
+                    f"beside {spoken_for}, more than {has}; {max(0, account.num_blocks)} blocks fit the budget"
+                )
+            if override > account.num_blocks:
+                warnings.append(
+                    f"num_gpu_blocks_override {override} is above the {max(0, account.num_blocks)} blocks that fit the "
+                    "budget: expect out-of-memory errors on a real GPU"
+                )
+            return override
+        ordered = self.settings.kv_cache_memory_bytes
+        if ordered is not None:
+            order = f"kv_cache_memory_bytes {ordered} ({ordered / GIB:.2f} GiB)"
+            if account.used_bytes + ordered > total:
+                raise ConfigError(f"{order} and {spoken_for} are more than {has}")
+            if account.num_blocks < 1:
+                raise ConfigError(f"{order} is less than one block of {account.block_bytes} bytes")
+        if account.num_blocks < 1:
+            raise ConfigError(
+                f"{self.model.name} on {self.gpu.name}: {account.summary} exceed "
+                f"{self.settings.gpu_memory_utilization:g} x {self.gpu.total_gib:.2f} GiB = "
+                f"{account.budget_bytes / GIB:.2f} GiB: no memory is left for KV blocks; "
+                f"{self.advice(min(length, _ADVISED_TOKENS))}"
+            )
+        return account.num_blocks
+
+    def length(self, blocks: int, asked: int | None, overridden: bool, warnings: list[str]) -> int:
+        """The longest sequence: as asked for, checked; or the model's own length, shortened to what fits.
+
+        Raises:
+            ConfigError: one sequence of the length asked for needs more than the pool.
+        """
+        length = asked or self.model.max_position_embeddings
+        fits = blocks * self.settings.block_size
+        if length <= fits:
+            return length
+        needed = blocks_for_tokens(length, self.settings.block_size) * self.account.block_bytes / GIB
+        problem = (
+            f"one request of {length} tokens needs {needed:.2f} GiB of KV cache, "
+            f"the pool has {blocks * self.account.block_bytes / GIB:.2f} GiB ({fits} tokens)"
+        )
+        if overridden:
+            # The override exists to study pressure: requests that can never fit are rejected when they arrive.
+            warnings.append(f"{problem}; longer requests are rejected when they arrive")
+            return length
+        if asked is not None:
+            raise ConfigError(f"{problem}; use --max-model-len {fits} or less, or {self.advice(length)}")
+        warnings.append(
+            f"{problem}; max_model_len was lowered to {fits} "
+            f"(vLLM itself would start only with --max-model-len {fits} or less, or -1)"
+        )
+        return fits
+
+    def advice(self, tokens: int) -> str:
+        """The smallest tensor parallelism that makes room for one request of `tokens` tokens, as a flag to set."""
+        for size in (2, 4, 8, 16):
+            if size <= self.settings.tensor_parallel_size:
+                continue
+            try:
+                self.model.check_parallel(size, self.settings.pipeline_parallel_size)
+            except ConfigError:
+                continue
+            account = poorest_rank(self.model, self.gpu, self.settings.with_tensor_parallel(size))
+            if account.num_blocks * self.settings.block_size >= tokens:
+                pool = account.num_blocks * account.block_bytes
+                return f"use --tensor-parallel-size {size} (KV pool {pool / GIB:.1f} GiB a GPU then)"
+        return "use a GPU with more memory or a quantised model"

@@ -1,0 +1,28 @@
+"""What the PyTorch caching allocator makes of a request: requested bytes are one thing, allocated bytes another.
+
+**Source:** c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.x, default settings.
+"""
+
+from __future__ import annotations
+
+MIB = 1 << 20
+GRAIN_BYTES = 512
+"""Every request is rounded up to a multiple of this."""
+SEGMENT_GRAIN_BYTES = 2 * MIB
+"""A large request gets a segment of its own, a multiple of this."""
+
+
+def allocated_bytes(requested: int) -> int:
+    """Bytes that `torch.cuda.memory_allocated` grows by for a tensor of `requested` bytes in a fresh segment.
+
+    A tensor of 10 MiB or more gets its own segment; what is left over at its end is split off only when it is more than
+    1 MiB, and belongs to the tensor otherwise. Smaller tensors share segments and are rounded to 512 bytes.
+
+    >>> allocated_bytes(int(31.5 * MIB)) / MIB
+    32.0
+    """
+    rounded = -(-requested // GRAIN_BYTES) * GRAIN_BYTES
+    if rounded < 10 * MIB:
+        return rounded
+    segment = -(-rounded // SEGMENT_GRAIN_BYTES) * SEGMENT_GRAIN_BYTES
+    return segment if segment - rounded <= MIB else rounded

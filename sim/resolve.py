@@ -1,0 +1,157 @@
+"""From what a scenario says to what runs: pasted flags merged, the GPU's and the model's defaults filled in, contradictions refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .scenario_errors import ScenarioError
+from .scenario_tables import TABLE_OF_KEY, TABLES
+
+if TYPE_CHECKING:
+    from sim.catalog.gpus import Gpu
+    from sim.catalog.shape import ModelShape
+    from sim.memory import Ledger
+
+    from .scenario import Scenario
+    from .slo import Slo
+
+DEFAULT_NUM_REQUESTS = 1000
+"""Requests of a built-in workload when neither a number nor a duration is given."""
+
+_LEDGER_KEYS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "kv_cache_dtype",
+    "block_size",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_gpu_blocks_override",
+    "kv_cache_memory_bytes",
+    "enable_chunked_prefill",
+    "enforce_eager",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A scenario with nothing left open."""
+
+    tables: dict[str, dict[str, Any]]
+    """Every key of every table with its final value; None only where nothing applies."""
+    model: ModelShape
+    gpu: Gpu
+    ledger: Ledger
+    """The memory account, which sizes the pool."""
+    slo: Slo | None
+    warnings: tuple[str, ...]
+    """Sentences for the user: what was pasted and had no effect, what to know about the memory account."""
+
+    def __getitem__(self, table: str) -> dict[str, Any]:
+        return self.tables[table]
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """The tables in JSON's own types; an infinite rate is the text "inf", as vLLM writes it."""
+        slo = self.slo.as_dict() if self.slo else {}
+        plain = {name: {key: _json(value) for key, value in keys.items()} for name, keys in self.tables.items()}
+        return {**plain, "slo": dict(slo)}
+
+
+def resolve(scenario: Scenario) -> Resolved:
+    """Fill in every default of `scenario` and draw up the memory account.
+
+    Raises ScenarioError, or ConfigError for an unknown model or GPU and for what does not fit.
+    """
+    from sim.catalog.gpus import default_budgets, gpu
+    from sim.catalog.models import model_shape
+    from sim.memory import build_ledger
+
+    tables, warnings = _with_pasted_flags(scenario)
+    for table, flag in (("model", "--model llama-3.1-8b"), ("gpu", "--gpu h100-sxm-80gb")):
+        if tables[table][table] is None:
+            raise ScenarioError(f"no {table} is given; for example {flag}, or {table} = … in [{table}]")
+    model, device = model_shape(tables["model"]["model"]), gpu(tables["gpu"]["gpu"])
+    engine, budgets = tables["engine"], default_budgets(device)
+    longest = engine["max_model_len"] or model.max_position_embeddings
+    _fill_budgets(engine, longest, budgets.max_num_batched_tokens, budgets.max_num_seqs, device.name)
+    _fill_workload(tables["workload"])
+    ledger = build_ledger(
+        model,
+        device,
+        dtype=tables["model"]["dtype"],
+        quantization=tables["model"]["quantization"],
+        **{key: engine[key] for key in _LEDGER_KEYS},
+    )
+    engine["max_model_len"] = ledger.max_model_len
+    return Resolved(
+        tables=tables,
+        model=model,
+        gpu=device,
+        ledger=ledger,
+        slo=scenario.slo,
+        warnings=(*warnings, *ledger.warnings),
+    )
+
+
+def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """All keys with their values; pasted `vllm serve` flags fill in what no key gave, and may not contradict one."""
+    tables = {name: getattr(scenario, name).model_dump() for name in TABLES}
+    pasted = scenario.engine.vllm_args
+    if pasted is None:
+        return tables, []
+    from sim.catalog.vllm_args import parse_vllm_args
+
+    parsed = parse_vllm_args(pasted)
+    ignored = list(parsed.ignored)
+    for name, value in parsed.settings.items():
+        key = "scheduler_reserve_full_isl" if name == "reserve_full_prompt" else name
+        table = TABLE_OF_KEY.get(key)
+        if table is None:
+            ignored.append(f"--{key.replace('_', '-')}")
+            continue
+        given = getattr(scenario, table)
+        if key in given.model_fields_set and getattr(given, key) not in (None, value):
+            raise ScenarioError(
+                f"[{table}] {key} is {getattr(given, key)!r}, but vllm_args says {value!r}; give it once, or the same value twice"
+            )
+        tables[table][key] = value
+    note = "pasted vLLM flags that have no effect here: " + ", ".join(ignored)
+    return tables, [note] if ignored else []
+
+
+def _fill_budgets(engine: dict[str, Any], longest: int, default_tokens: int, default_seqs: int, gpu_name: str) -> None:
+    """The step's token and sequence budgets, and their contradictions. Source: vLLM 0.29, `SchedulerConfig` and `EngineArgs`."""
+    tokens, seqs = engine["max_num_batched_tokens"], engine["max_num_seqs"]
+    whole_prompts = not engine["enable_chunked_prefill"]
+    if tokens is None:
+        engine["max_num_batched_tokens"] = max(default_tokens, longest) if whole_prompts else default_tokens
+    elif whole_prompts and tokens < longest:
+        raise ScenarioError(
+            f"without chunked prefill a whole prompt must fit in one step, but max_num_batched_tokens ({tokens}) is below "
+            f"max_model_len ({longest}); raise the first, lower the second, or enable chunked prefill"
+        )
+    if seqs is None:
+        engine["max_num_seqs"] = min(default_seqs, engine["max_num_batched_tokens"])
+    elif engine["max_num_batched_tokens"] < seqs:
+        origin = f"the default on {gpu_name}" if tokens is None else "given"
+        raise ScenarioError(
+            f"max_num_batched_tokens ({engine['max_num_batched_tokens']}, {origin}) is below max_num_seqs ({seqs}): every running "
+            "sequence needs one token of the budget; raise the first or lower the second"
+        )
+
+
+def _fill_workload(workload: dict[str, Any]) -> None:
+    if workload["workload"] is None:
+        return
+    if workload["num_requests"] is None and workload["duration"] is None:
+        workload["num_requests"] = DEFAULT_NUM_REQUESTS
+    if workload["rate"] is None and workload["max_concurrency"] is not None:
+        # Closed loop: the clients, not a clock, set the pace, as in `vllm bench serve --max-concurrency`.
+        workload["rate"] = math.inf
+
+
+def _json(value: object) -> object:
+    return "inf" if value == math.inf else value

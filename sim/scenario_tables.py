@@ -1,0 +1,148 @@
+"""The tables of a scenario file: every key, its type, its range, its unit and its meaning.
+
+Keys are the names of the command-line flags with underscores. None means "not given": the value then comes from the
+model, the GPU or the workload when the scenario is resolved. Nothing here looks anything up.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_Length = Annotated[int, Field(ge=1)] | Annotated[list[int], Field(min_length=2, max_length=2)] | None
+
+
+class Table(BaseModel):
+    """What all tables share: unknown keys are errors, values are not converted behind the user's back, and nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelTable(Table):
+    """`[model]`: what is served."""
+
+    model: str | None = Field(
+        None, min_length=1, description="a model of the catalog, or the path of a Hugging Face config.json"
+    )
+    dtype: str = Field("auto", min_length=1, description="type of weights and activations, as for vLLM")
+    quantization: str | None = Field(
+        "auto", min_length=1, description="weight format: auto is as the model is published, none, fp8, awq …"
+    )
+
+
+class GpuTable(Table):
+    """`[gpu]`: what it runs on."""
+
+    gpu: str | None = Field(None, min_length=1, description="a GPU of the catalog, for example h100-sxm-80gb")
+    profile: str = Field("roofline", min_length=1, description="the cost model: a name or a profile file")
+
+
+class EngineTable(Table):
+    """`[engine]`: the settings of the inference engine, named as for `vllm serve`."""
+
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")
+    pipeline_parallel_size: int = Field(1, ge=1, description="groups of GPUs that share the layers")
+    kv_cache_dtype: str = Field("auto", min_length=1, description="type of the KV cache; auto is the model's own")
+    block_size: int = Field(16, ge=1, description="tokens a KV block")
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=1, description="KV blocks of the pool, instead of the ledger's number"
+    )
+    gpu_memory_utilization: float = Field(0.92, gt=0, le=1, description="share of the GPU's memory the engine may use")
+    max_model_len: int | None = Field(None, ge=1, description="longest sequence, prompt and output, in tokens")
+    max_num_seqs: int | None = Field(None, ge=1, description="most sequences in one step")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="most tokens computed in one step")
+    kv_cache_memory_bytes: int | None = Field(
+        None, ge=1, description="bytes for the KV cache, instead of what the budget leaves"
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    enable_prefix_caching: bool = Field(True, description="keep full blocks for reuse")
+    enable_chunked_prefill: bool = Field(True, description="let a prompt be computed over several steps")
+    vllm_args: str | None = Field(
+        None, description="pasted flags of `vllm serve`; they fill in what no other key gives"
+    )
+
+
+class PolicyTable(Table):
+    """`[policy]`: how the engine decides."""
+
+    policy: str = Field("vllm-v1", min_length=1, description="the preset")
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of service")
+    watermark: float = Field(
+        0.0, ge=0, lt=1, description="share of the pool that admission leaves free for running requests to grow"
+    )
+    scheduler_reserve_full_isl: bool = Field(True, description="admit a request only if its whole prompt fits")
+
+
+class WorkloadTable(Table):
+    """`[workload]`: the requests, and the clients that send them."""
+
+    trace: str | None = Field(None, min_length=1, description="a trace file; its format is recognised")
+    workload: str | None = Field(None, min_length=1, description="a built-in workload, for example azure-conv")
+    rate: float | None = Field(
+        None, gt=0, description="mean arrivals a second; inf sends all at once; default: the workload's own"
+    )
+    burstiness: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="shape of Gamma gaps: 1 is Poisson, below 1 is burstier, above 1 more even",
+    )
+    max_concurrency: int | None = Field(None, ge=1, description="most requests in flight (closed loop)")
+    num_requests: int | None = Field(None, ge=1, description="how many requests; default: 1000, or the whole trace")
+    duration: float | None = Field(None, gt=0, allow_inf_nan=False, description="seconds during which requests arrive")
+    cancel_rate: float = Field(0.0, ge=0, le=1, description="share of requests whose client goes away at a random age")
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False, description="seconds after which a client gives up")
+    input_tokens: _Length = Field(
+        None, description="prompt length in tokens, or [smallest, largest], for the workload uniform"
+    )
+    output_tokens: _Length = Field(
+        None, description="output length in tokens, or [smallest, largest], for the workload uniform"
+    )
+    spread_ticks: bool = Field(
+        True, description="spread requests that a coarse clock stamped with the same time over its tick"
+    )
+
+
+class RunTable(Table):
+    """`[run]`: how the run is carried out."""
+
+    seed: int = Field(0, ge=0, description="root of all random streams")
+    executor: str = Field("model", min_length=1, description="what carries a step out: model (a simulation)")
+    device: str | None = Field(None, min_length=1, description="device of an executor that runs for real")
+    replicas: int = Field(1, ge=1, description="engines behind the router")
+    router: str = Field("round-robin", min_length=1, description="how requests are spread over the replicas")
+    stepping: bool = Field(False, description="simulate every step by itself, without leaps")
+    check: bool = Field(False, description="verify every invariant after every event")
+
+
+TABLES: dict[str, type[Table]] = {
+    "model": ModelTable,
+    "gpu": GpuTable,
+    "engine": EngineTable,
+    "policy": PolicyTable,
+    "workload": WorkloadTable,
+    "run": RunTable,
+}
+"""All tables with fixed keys. The seventh, `[slo]`, has objectives for keys (`sim.slo`)."""
+
+TABLE_NAMES = ("model", "gpu", "engine", "policy", "workload", "slo", "run")
+
+TABLE_OF_KEY = {key: name for name, table in TABLES.items() for key in table.model_fields}
+"""The table each key belongs to: a key is in one table only."""
+
+NAME_KEYS = {"name": ("model", "gpu", "workload", "policy"), "preset": ("policy",)}
+"""Spellings of a table's main key that are also understood: `[model] name` is `[model] model`."""
+
+KEYS_WITHOUT_FLAG = frozenset(
+    {
+        "kv_cache_memory_bytes",
+        "enforce_eager",
+        "watermark",
+        "scheduler_reserve_full_isl",
+        "input_tokens",
+        "output_tokens",
+        "spread_ticks",
+    }
+)
+"""Keys that only a scenario file, Python or pasted vLLM flags can set."""

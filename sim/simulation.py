@@ -1,0 +1,162 @@
+"""One run, as a recipe: scenario, requests, memory, engine, prices, world, summary.
+
+The module is not called `simulate`, because importing it would then hide the function `sim.simulate` of the same name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+from .provenance import provenance
+from .resolve import Resolved, resolve
+from .scenario_errors import ScenarioError, nearest
+from .steady_state import steady_state_warnings
+
+if TYPE_CHECKING:
+    from sim.catalog.shape import ModelShape
+    from sim.core.config import EngineConfig
+    from sim.costs.protocol import CostModel
+    from sim.results.result import Result
+    from sim.workload import BuiltWorkload
+
+    from .scenario import Scenario
+
+PROFILES: tuple[str, ...] = ("roofline",)
+"""Cost models that a scenario can name."""
+
+
+def simulate(
+    scenario: Scenario,
+    seed: int | None = None,
+    *,
+    replication: int = 0,
+    cost: CostModel | None = None,
+    decision_log: Callable[[dict[str, Any]], None] | None = None,
+    **changes: Any,
+) -> Result:
+    """Simulate `scenario` and return everything that came of it.
+
+    `seed` replaces the scenario's own; `replication` k draws the k-th independent set of requests from the same seed, the same set
+    whatever the engine's settings. `changes` are keys to change first, as in `Scenario.with_`: `simulate(s, rate=4.0)`. `cost`
+    replaces the cost model; `decision_log` is called with each step's entry. Equal arguments give equal results, wall-clock times aside.
+
+    Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
+    """
+    from sim.results import Result, mark_columns, request_columns, summarize, timeline_columns
+    from sim.world.run import run_world
+
+    started_s = time.perf_counter()
+    resolved = resolve(scenario.with_(**changes, **({} if seed is None else {"seed": seed})))
+    run = resolved["run"]
+
+    built = build_workload(resolved, replication)
+    prices = cost or cost_model(resolved)
+    record = run_world(
+        engine_config(resolved),
+        prices,
+        built.requests,
+        replicas=run["replicas"],
+        router=run["router"],
+        max_concurrency=resolved["workload"]["max_concurrency"],
+        stepping=run["stepping"],
+        check=run["check"],
+        decision_log=decision_log,
+    )
+    requests, timeline = request_columns(record), timeline_columns(record)
+    unsteady = steady_state_warnings(timeline, until_s=max(requests["arrival_s"]))
+    summary = summarize(
+        record,
+        scenario=resolved.as_dict(),
+        seed=run["seed"],
+        version=__version__,
+        limits_s=resolved.slo.limits_s if resolved.slo else None,
+        warnings=[*resolved.warnings, *built.notes, *prices.warnings(), *unsteady],
+        wall_time_s=time.perf_counter() - started_s,
+    )
+    return Result(
+        summary=summary,
+        request_columns=requests,
+        timeline_columns=timeline,
+        mark_columns=mark_columns(record),
+        ledger=resolved.ledger,
+        provenance=provenance(resolved, profile=prices.name, replication=replication),
+        scenario=resolved.as_dict(),
+    )
+
+
+def build_workload(resolved: Resolved, replication: int = 0) -> BuiltWorkload:
+    """The requests: the same for every engine setting. Raises ScenarioError, WorkloadError, TraceError."""
+    from sim.workload import build_requests, read_trace
+
+    workload = resolved["workload"]
+    seed = resolved["run"]["seed"]
+    if workload["trace"] is None and workload["workload"] is None:
+        raise ScenarioError(
+            "no workload is given; for example --workload azure-conv or --trace FILE, or a key in [workload]"
+        )
+    return build_requests(
+        read_trace(workload["trace"], seed=seed) if workload["trace"] else workload["workload"],
+        num_requests=workload["num_requests"],
+        duration_s=workload["duration"],
+        rate_per_s=workload["rate"],
+        burstiness=workload["burstiness"],
+        seed=seed,
+        replication=replication,
+        cancel_rate=workload["cancel_rate"],
+        timeout_s=workload["timeout"],
+        input_tokens=_length(workload["input_tokens"]),
+        output_tokens=_length(workload["output_tokens"]),
+        spread_ticks=workload["spread_ticks"],
+    )
+
+
+def engine_config(resolved: Resolved) -> EngineConfig:
+    """The settings of the decision core. Raises ConfigError for a contradiction."""
+    from sim.core.config import EngineConfig
+
+    engine, policy = resolved["engine"], resolved["policy"]
+    return EngineConfig(
+        num_gpu_blocks=resolved.ledger.num_gpu_blocks,
+        block_size=engine["block_size"],
+        max_model_len=engine["max_model_len"],
+        max_num_seqs=engine["max_num_seqs"],
+        max_num_batched_tokens=engine["max_num_batched_tokens"],
+        enable_prefix_caching=engine["enable_prefix_caching"],
+        enable_chunked_prefill=engine["enable_chunked_prefill"],
+        scheduling_policy=policy["scheduling_policy"],
+        reserve_full_prompt=policy["scheduler_reserve_full_isl"],
+        sliding_window=_window(resolved.model),
+        watermark=policy["watermark"],
+    )
+
+
+def cost_model(resolved: Resolved) -> CostModel:
+    """The cost model that the scenario names. Raises ScenarioError for an unknown one."""
+    from sim.costs import Roofline
+
+    profile = resolved["gpu"]["profile"]
+    if profile not in PROFILES:
+        raise ScenarioError(
+            f"[gpu] profile is {profile!r}; this version has {', '.join(PROFILES)}; nearest is {nearest(profile, PROFILES)}"
+        )
+    keys = ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
+    return Roofline(
+        resolved.model,
+        resolved.gpu,
+        dtype=resolved["model"]["dtype"],
+        quantization=resolved["model"]["quantization"],
+        **{key: resolved["engine"][key] for key in keys},
+    )
+
+
+def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:
+    return (given[0], given[1]) if isinstance(given, list) else given
+
+
+def _window(model: ModelShape) -> int | None:
+    """The window that every layer has; a model with one full-attention layer keeps every block."""
+    windows = {kind.window for kind in model.attention}
+    return windows.pop() if len(windows) == 1 else None
