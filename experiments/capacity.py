@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,25 +119,39 @@ def binding_limit(found: Found, slo: Slo) -> tuple[str, str]:
     why = "; ".join(point.shortfalls(slo)) or "the objectives are missed"
     if found.value is None:
         return "latency of a single request", f"at {point.rate_per_s:g} requests/s, where requests do not meet, {why}"
-    runs = point.runs
-    waiting = sum(run.waiting_share for run in runs) / len(runs)
-    limits = {name: sum(run.limits[name] * run.waiting_share for run in runs) / len(runs) for name in runs[0].limits}
-    name, share = max(limits.items(), key=lambda item: item[1])
-    preempted = sum(float(run.summary["num_preemptions"]) for run in runs) / sum(
-        float(run.summary["num_requests"]) for run in runs
-    )
     at = f"at {point.rate_per_s:g} requests/s {why}; "
-    if waiting > 0.05 and share >= 0.5 * waiting:
+    waited_s = {name: _mean(run.waited_s[name] for run in point.runs) for name in point.runs[0].waited_s}
+    name, longest_s = max(waited_s.items(), key=lambda item: item[1])
+    total_s = sum(waited_s.values())
+    if longest_s > 0 and _queueing_misses(point, slo):
         return (
             name,
             at
-            + f"requests wait {waiting:.0%} of the busy time, and in {share / waiting:.0%} of that {name} is exhausted",
+            + f"a request is left in the queue {total_s:.3g} s on average, {longest_s / total_s:.0%} of it for want of {name}",
         )
-    if preempted > 0.05:
-        return "KV blocks", at + f"there are {preempted:.2f} preemptions a request"
-    return "compute", at + (
-        f"requests wait for admission {waiting:.0%} of the busy time and no budget is exhausted for most of it: steps take too long"
+    preemptions = _mean(run.summary["num_preemptions"] / run.summary["num_requests"] for run in point.runs)
+    if preemptions > 0.05:
+        return "KV blocks", at + f"there are {preemptions:.2f} preemptions a request"
+    return (
+        "compute",
+        at + f"a request is left in the queue only {total_s:.3g} s on average: the steps themselves take too long",
     )
+
+
+def _queueing_misses(point: Point, slo: Slo) -> bool:
+    """Whether it is the queue that misses the objectives: it grows, requests are lost, or it makes up half of a time that is too long."""
+    missed = [target for target in slo.targets if _mean(point.values_s(target)) > target.limit_s]
+    if not missed or sum(run.queue_grows for run in point.runs) > len(point.runs) // 2:
+        return True
+    queue_s = _mean(run.summary["queue_s"].get("p99", 0.0) for run in point.runs)
+    return any(
+        target.metric in ("ttft", "e2el") and queue_s >= 0.5 * _mean(point.values_s(target)) for target in missed
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
 
 
 def gpus_for(target_rate: float | None, max_rate: float | None, resolved: Resolved) -> int | None:

@@ -215,7 +215,9 @@ def _notes(
     finished = min(value_at(run.summary, "finished") or 0.0 for runs in by_name.values() for run in runs)
     if finished < 1000:
         notes.append(f"a run finishes as few as {finished:.0f} requests: its p99 rests on fewer than 10 of them")
-    warnings = {name: [str(warning) for warning in runs[0].summary.get("warnings", ())] for name, runs in by_name.items()}
+    warnings = {
+        name: [str(warning) for warning in runs[0].summary.get("warnings", ())] for name, runs in by_name.items()
+    }
     for warning in dict.fromkeys(warning for found in warnings.values() for warning in found):
         holders = [name for name, found in warnings.items() if warning in found]
         notes.append(warning if len(holders) == len(warnings) else f"{', '.join(holders)}: {warning}")

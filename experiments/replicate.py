@@ -32,10 +32,8 @@ class Measured:
     summary: Mapping[str, Any]
     queue_grows: bool
     """The number of waiting requests grew significantly while requests arrived: there is no steady state."""
-    waiting_share: float
-    """Share of the time (0 to 1) in which a request waited for admission."""
-    limits: Mapping[str, float]
-    """While a request waited: share of the time (0 to 1) in which each limit was reached."""
+    waited_s: Mapping[str, float]
+    """Seconds a request waited on average because a plan left it in the queue, by the limit that plan had reached."""
 
 
 class Runner:
@@ -77,29 +75,38 @@ def digest(result: Result) -> Measured:
     from sim.steady_state import queue_trend
 
     trend = queue_trend(result.timeline_columns, until_s=max(result.request_columns["arrival_s"], default=0.0))
-    waiting_share, limits = _limits_reached(result)
-    return Measured(summary=dict(result.summary), queue_grows=trend.grows, waiting_share=waiting_share, limits=limits)
+    return Measured(summary=dict(result.summary), queue_grows=trend.grows, waited_s=waited_by_limit(result))
 
 
-def _limits_reached(result: Result) -> tuple[float, dict[str, float]]:
-    """Share of the time in which somebody waited, and which limits were reached meanwhile."""
-    engine, pool = result.scenario["engine"], result.summary["num_gpu_blocks"]
-    busy_s = waiting_s = 0.0
-    reached = {"KV blocks": 0.0, "max_num_seqs": 0.0, "max_num_batched_tokens": 0.0}
-    timeline = result.timeline_columns
-    names = ("duration_s", "steps", "running", "waiting", "used_blocks_end", "prefill_tokens", "decode_tokens")
-    for duration_s, steps, running, waiting, used, prefill, decode in zip(
-        *(timeline[name] for name in names), strict=True
-    ):
-        busy_s += duration_s
-        if not waiting:
-            continue
-        waiting_s += duration_s
-        if running >= engine["max_num_seqs"]:
-            reached["max_num_seqs"] += duration_s
-        elif (prefill + decode) / max(steps, 1) >= 0.98 * engine["max_num_batched_tokens"]:
-            reached["max_num_batched_tokens"] += duration_s
-        elif used >= 0.9 * pool:
-            reached["KV blocks"] += duration_s
-    shares = {name: seconds / waiting_s if waiting_s else 0.0 for name, seconds in reached.items()}
-    return (waiting_s / busy_s if busy_s else 0.0), shares
+def waited_by_limit(result: Result) -> dict[str, float]:
+    """Mean seconds a request spent left in the queue by a plan, by what that plan had run out of.
+
+    A plan leaves a request in the queue for one of three reasons: as many sequences as allowed are running, the step's tokens
+    are used up, or the request's blocks are not there. Waiting for the step in progress to end is none of them.
+    """
+    import numpy as np
+
+    requests, timeline, engine = result.request_columns, result.timeline_columns, result.scenario["engine"]
+    left_s = [
+        ended if start is None else start
+        for start, ended in zip(requests["scheduled_s"], requests["finished_s"], strict=True)
+    ]
+    starts = np.asarray(timeline["time_s"], dtype=np.float64)
+    arrived = np.searchsorted(np.sort(np.asarray(requests["arrival_s"], dtype=np.float64)), starts, side="left")
+    gone = np.searchsorted(np.sort(np.asarray(left_s, dtype=np.float64)), starts, side="right")
+    waiting_s = np.maximum(arrived - gone, 0) * np.asarray(timeline["duration_s"], dtype=np.float64)
+    tokens = np.asarray(timeline["prefill_tokens"]) + np.asarray(timeline["decode_tokens"])
+    tokens_a_step = tokens / np.maximum(np.asarray(timeline["steps"]), 1)
+    out_of_seqs = np.asarray(timeline["running"]) >= engine["max_num_seqs"]
+    out_of_tokens = ~out_of_seqs & (tokens_a_step >= 0.98 * engine["max_num_batched_tokens"])
+    if not engine["enable_chunked_prefill"]:
+        # A whole prompt may not fit into what is left of a step that is far from full.
+        out_of_tokens |= ~out_of_seqs & (
+            np.asarray(timeline["used_blocks_end"]) < 0.9 * result.summary["num_gpu_blocks"]
+        )
+    reached = {
+        "max_num_seqs": out_of_seqs,
+        "max_num_batched_tokens": out_of_tokens,
+        "KV blocks": ~out_of_seqs & ~out_of_tokens,
+    }
+    return {name: float(waiting_s[held].sum()) / max(len(left_s), 1) for name, held in reached.items()}

@@ -15,8 +15,8 @@ def steady_state_warnings(timeline: Mapping[str, Sequence[Any]], until_s: float)
     if not trend.grows:
         return []
     return [
-        f"no steady state: the queue grows by {trend.slope_per_s:.3g} requests a second (95 % interval {trend.low:.3g} to {trend.high:.3g}) "
-        f"while requests arrive, so latencies depend on how long that lasts ({until_s:.4g} s here)"
+        f"no steady state: the queue grows by {trend.slope_per_s:.3g} requests a second (95 % interval {trend.low:.3g} to "
+        f"{trend.high:.3g}) while requests arrive, so latencies depend on how long that lasts ({until_s:.4g} s here)"
     ]
 
 

@@ -17,24 +17,31 @@ SCENARIO = Scenario(model="llama-3.1-8b", gpu="h100-sxm-80gb", workload="uniform
 class Queue:
     """Stands in for the simulator: an M/M/1-like delay curve with service rates that differ a little between replications."""
 
-    def __init__(self, service_rates_per_s, *, lost_above_per_s=math.inf, limits=None):
+    def __init__(self, service_rates_per_s, *, lost_above_per_s=math.inf, waited_s=None):
         self.service_rates_per_s = service_rates_per_s
         self.lost_above_per_s = lost_above_per_s
-        self.limits = limits or {}
+        self.waited_s = waited_s or {}
         self.rates_tried = []
 
     def run(self, tasks):
         self.rates_tried.append(tasks[0].scenario.workload.rate)
-        return iter([self.one(task.scenario.workload.rate, self.service_rates_per_s[task.replication]) for task in tasks])
+        return iter(
+            [self.one(task.scenario.workload.rate, self.service_rates_per_s[task.replication]) for task in tasks]
+        )
 
     def one(self, rate, service_rate):
         delay = 1 / (service_rate - rate) if rate < service_rate else 1e6
         finished = 1000 if rate <= self.lost_above_per_s else 900
         return Measured(
-            summary={"ttft_s": {"p99": delay}, "finished": finished, "num_requests": 1000, "num_preemptions": 0},
+            summary={
+                "ttft_s": {"p99": delay},
+                "queue_s": {"p99": 0.9 * delay},
+                "finished": finished,
+                "num_requests": 1000,
+                "num_preemptions": 0,
+            },
             queue_grows=rate >= service_rate,
-            waiting_share=min(rate / service_rate, 1.0),
-            limits={"KV blocks": 0.0, "max_num_seqs": 0.0, "max_num_batched_tokens": 0.0} | self.limits,
+            waited_s={"KV blocks": 0.0, "max_num_seqs": 0.0, "max_num_batched_tokens": 0.0} | self.waited_s,
         )
 
 
@@ -95,14 +102,14 @@ def test_without_a_limit_the_search_ends_and_says_so():
 
 
 @pytest.mark.parametrize("name", ["KV blocks", "max_num_seqs", "max_num_batched_tokens"])
-def test_the_limit_that_is_exhausted_while_requests_wait_binds(name):
-    found = search(Queue([10.0] * 4, limits={name: 0.9}))
+def test_the_limit_that_keeps_requests_in_the_queue_binds(name):
+    found = search(Queue([10.0] * 4, waited_s={name: 0.9}))
     limit, evidence = binding_limit(found, Slo.parse("ttft_p99=1"))
     assert limit == name
     assert name in evidence
 
 
-def test_compute_binds_when_no_budget_is_exhausted():
+def test_compute_binds_when_no_request_is_left_in_the_queue():
     assert binding_limit(search(Queue([10.0] * 4)), Slo.parse("ttft_p99=1"))[0] == "compute"
 
 

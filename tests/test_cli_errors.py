@@ -42,7 +42,15 @@ LOADED = [*NAMED, "--workload", "uniform"]
         (["run", *LOADED, "--router", "luck"], ["luck", "round-robin"]),
         (["run", *LOADED, "--max-num-batched-tokens", "64", "--max-num-seqs", "128"], ["64", "128", "raise"]),
         (
-            ["run", *LOADED, "--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048", "--max-model-len", "4096"],
+            [
+                "run",
+                *LOADED,
+                "--no-enable-chunked-prefill",
+                "--max-num-batched-tokens",
+                "2048",
+                "--max-model-len",
+                "4096",
+            ],
             ["2048", "4096", "chunked prefill"],
         ),
         (["run", *LOADED, "--vllm-args", "--block-sise 16"], ["--block-sise", "--block-size"]),
@@ -59,7 +67,9 @@ LOADED = [*NAMED, "--workload", "uniform"]
         (["compare", "a.toml", "a.toml"], ["a.toml is given twice"]),
         (["compare", "no-such-file.toml", "b.toml"], ["no-such-file.toml", "cannot read"]),
     ],
-    ids=lambda value: " ".join(word for word in value if word not in LOADED) if value and "--" in "".join(value) else None,
+    ids=lambda value: (
+        " ".join(word for word in value if word not in LOADED) if value and "--" in "".join(value) else None
+    ),
 )
 def test_bad_input_is_one_message_and_code_2(arguments, says, capsys):
     code = main(arguments)

@@ -16,7 +16,16 @@ def ledger(capsys, *arguments):
 
 def test_json_has_the_documented_keys_and_its_lines_add_up_to_the_gpu(capsys):
     document = json.loads(ledger(capsys, "--json"))
-    keys = ("num_gpu_blocks", "block_size", "kv_tokens", "max_model_len", "max_concurrency", "kv_bytes_per_token", "engine_version", "lines")
+    keys = (
+        "num_gpu_blocks",
+        "block_size",
+        "kv_tokens",
+        "max_model_len",
+        "max_concurrency",
+        "kv_bytes_per_token",
+        "engine_version",
+        "lines",
+    )
     assert set(keys) <= set(document)
     assert all({"name", "bytes", "formula", "inside_budget"} <= set(line) for line in document["lines"])
     assert sum(line["bytes"] for line in document["lines"]) == 85_029_615_043  # what CUDA reports for this GPU

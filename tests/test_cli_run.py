@@ -6,7 +6,18 @@ import pytest
 
 from experiments.cli import main
 
-BASIC = ["--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb", "--workload", "sharegpt", "--num-requests", "30", "--seed", "3"]
+BASIC = [
+    "--model",
+    "llama-3.1-8b",
+    "--gpu",
+    "h100-sxm-80gb",
+    "--workload",
+    "sharegpt",
+    "--num-requests",
+    "30",
+    "--seed",
+    "3",
+]
 
 
 @pytest.fixture
@@ -70,7 +81,17 @@ def test_files_are_written_where_asked_and_named(kvtwin, tmp_path):
 
 def test_stepping_and_leaping_write_the_same_decision_log_and_summary(kvtwin, tmp_path):
     logs, summaries = [], []
-    pressure = ["--num-gpu-blocks-override", 300, "--max-model-len", 4096, "--cancel-rate", 0.2, "--rate", 50, "--check"]
+    pressure = [
+        "--num-gpu-blocks-override",
+        300,
+        "--max-model-len",
+        4096,
+        "--cancel-rate",
+        0.2,
+        "--rate",
+        50,
+        "--check",
+    ]
     for name, extra in (("leap", []), ("step", ["--stepping"])):
         log = tmp_path / name
         code, out, _ = kvtwin("run", *BASIC, *pressure, *extra, "--decision-log", log, "--json")
@@ -87,7 +108,18 @@ def test_the_decision_log_is_json_lines_with_the_documented_keys(kvtwin, tmp_pat
     log = tmp_path / "log.jsonl"
     kvtwin("run", *BASIC, "--decision-log", log)
     entries = [json.loads(line) for line in log.read_text().splitlines()]
-    keys = {"step", "scheduled", "preempted", "swapped_out", "swapped_in", "copied", "released", "admitted", "rejected", "ladder"}
+    keys = {
+        "step",
+        "scheduled",
+        "preempted",
+        "swapped_out",
+        "swapped_in",
+        "copied",
+        "released",
+        "admitted",
+        "rejected",
+        "ladder",
+    }
     assert all(keys <= set(entry) for entry in entries)
     assert [entry["step"] for entry in entries] == list(range(len(entries)))
     assert sorted(request for entry in entries for request in entry["admitted"]) == sorted(str(k) for k in range(30))

@@ -13,7 +13,9 @@ def on(gpu="h100-sxm-80gb", **tables):
     return Scenario(model="llama-3.1-8b", gpu=gpu, **tables)
 
 
-@pytest.mark.parametrize(("gpu", "tokens", "seqs"), [("h100-sxm-80gb", 8192, 1024), ("a100-sxm-80gb", 2048, 256), ("l4-24gb", 2048, 256)])
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "seqs"), [("h100-sxm-80gb", 8192, 1024), ("a100-sxm-80gb", 2048, 256), ("l4-24gb", 2048, 256)]
+)
 def test_budgets_are_vllm_s_server_defaults_for_the_gpu(gpu, tokens, seqs):
     engine = on(gpu).resolved()["engine"]
     assert (engine["max_num_batched_tokens"], engine["max_num_seqs"]) == (tokens, seqs)
@@ -73,13 +75,17 @@ def test_a_closed_loop_sends_as_fast_as_its_clients_allow():
 
 
 def test_what_is_resolved_is_plain_json_and_resolves_to_itself():
-    scenario = on(workload={"workload": "uniform", "max_concurrency": 8}, slo="ttft=2", engine={"vllm_args": "--block-size 32"})
+    scenario = on(
+        workload={"workload": "uniform", "max_concurrency": 8}, slo="ttft=2", engine={"vllm_args": "--block-size 32"}
+    )
     once = scenario.resolved()
     assert json.loads(json.dumps(once, allow_nan=False)) == once
     assert Scenario(**once).resolved() == once
 
 
-@pytest.mark.parametrize(("tables", "says"), [({"gpu": "h100"}, "no model.*--model"), ({"model": "llama-3.1-8b"}, "no gpu.*--gpu")])
+@pytest.mark.parametrize(
+    ("tables", "says"), [({"gpu": "h100"}, "no model.*--model"), ({"model": "llama-3.1-8b"}, "no gpu.*--gpu")]
+)
 def test_model_and_gpu_are_needed(tables, says):
     with pytest.raises(ScenarioError, match=says):
         resolve(Scenario(**tables))

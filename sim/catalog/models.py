@@ -220,6 +220,8 @@ def model_shape(name: str | Path) -> ModelShape:
     """
     text = str(name)
     path = Path(text)
+    if text in MODELS:
+        return MODELS[text]
     if isinstance(name, Path) or text.endswith(".json") or path.is_dir():
         return read_config(path / "config.json" if path.is_dir() else path)
     return look_up("model", text, MODELS, MODEL_ALIASES, advice="Any other model: give the path of its config.json.")

@@ -21,13 +21,16 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
     return list(dict.fromkeys(found))[:most]
 
 
-def unknown(kind: str, name: str, known: Iterable[str], *, advice: str = "") -> ConfigError:
+def unknown(
+    kind: str, name: str, known: Iterable[str], aliases: Iterable[str] = (), *, advice: str = ""
+) -> ConfigError:
     """The error for a name that is not in a catalogue. It is returned, not raised.
 
-    `kind` says what was looked up ("model"); `advice` is a sentence for the end.
+    `kind` says what was looked up ("model"). When nothing is near, the `known` names are listed, without `aliases`.
+    `advice` is a sentence for the end.
     """
     names = sorted(set(known))
-    near = nearest(name, names)
+    near = nearest(name, [*names, *sorted(aliases)])
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}."
     return ConfigError(f"unknown {kind} {name!r}: {hint}{' ' + advice if advice else ''}")
 
@@ -42,4 +45,4 @@ def look_up(kind: str, name: str, table: Mapping[str, T], aliases: Mapping[str, 
     key = aliases.get(key, key)
     if key in table:
         return table[key]
-    raise unknown(kind, name, [*table, *aliases], advice=advice)
+    raise unknown(kind, name, table, aliases, advice=advice)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from .prefix import PrefixIndex
 
@@ -181,6 +181,30 @@ class BlockPool:
         Raises IntegrityError naming the blocks that are missing (held by no table, in no queue), double (held and free)
         or counted wrongly, with their owners.
         """
+        named = list(tables)
+        if not self._adds_up([table for _, table in named]):
+            problems = self._problems(named)
+            shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+            raise IntegrityError(f"{len(problems)} faults in a pool of {self.num_blocks} blocks: {shown}")
+
+    def _adds_up(self, tables: list[Sequence[int]]) -> bool:
+        """The same verdict as `_problems`, quickly: it is asked after every event of a checked run."""
+        held = Counter(chain.from_iterable(tables))
+        del held[NO_BLOCK]
+        referenced = {block_id: ref_cnt for block_id, ref_cnt in enumerate(self._ref_cnt) if ref_cnt}
+        freed = self._freed.keys()
+        used = len(self._ref_cnt) - 1
+        return (
+            held == referenced
+            and freed.isdisjoint(referenced)
+            and self._quarantined.isdisjoint(referenced)
+            and freed.isdisjoint(self._quarantined)
+            and len(freed) + len(self._quarantined) + len(referenced) == used
+            and self.num_free == self.num_blocks - used + len(freed)
+            and self.num_cached == len(freed & self.index.block_ids)
+        )
+
+    def _problems(self, tables: list[tuple[str, Sequence[int]]]) -> list[str]:
         owners: dict[int, list[str]] = {}
         for owner, table in tables:
             for block_id in table:
@@ -192,20 +216,20 @@ class BlockPool:
             ref_cnt = self._ref_cnt[block_id]
             places = (block_id in self._freed) + (block_id in self._quarantined)
             if ref_cnt != len(held):
-                what = "missing: its reference count is" if ref_cnt > len(held) else "miscounted: its reference count is"
+                what = "missing" if ref_cnt > len(held) else "miscounted"
                 last = self._released_by.get(block_id, "nobody")
-                problems.append(f"block {block_id} is {what} {ref_cnt}, held by {held or 'nobody'}, last released by {last}")
-            if held and places:
+                problems.append(
+                    f"block {block_id} is {what}: its reference count is {ref_cnt}, held by {held or 'nobody'}, last released by {last}"
+                )
+            if (held or ref_cnt) and places:
                 problems.append(f"block {block_id} is double: held by {held} and in the free queue or quarantine")
             if not held and not ref_cnt and places != 1:
-                problems.append(f"block {block_id} is {'missing: in no queue' if not places else 'double: free and quarantined'}")
+                problems.append(f"block {block_id} is {'double: free and quarantined' if places else 'missing: in no queue'}")
         problems += [f"block {block_id} is held by {held} but was never allocated" for block_id, held in owners.items()]
-        cached = sum(1 for block_id in self._freed if block_id in self.index)
         free = len(self._freed) + self.num_blocks + 1 - len(self._ref_cnt)
         if free != self.num_free:
             problems.append(f"{free} blocks are free, {self.num_free} are counted")
+        cached = sum(1 for block_id in self._freed if block_id in self.index)
         if cached != self.num_cached:
             problems.append(f"{cached} free blocks are cached, {self.num_cached} are counted")
-        if problems:
-            shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
-            raise IntegrityError(f"{len(problems)} faults in a pool of {self.num_blocks} blocks: {shown}")
+        return problems

@@ -7,7 +7,7 @@ both chains is equal (invariant I7), so there is nothing to collide.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, KeysView
 
 from .request import Namespace, RequestSpec
 
@@ -108,6 +108,11 @@ class PrefixIndex:
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._key_of
+
+    @property
+    def block_ids(self) -> KeysView[int]:
+        """Every registered block."""
+        return self._key_of.keys()
 
     def key_of(self, block_id: int) -> int | None:
         """The key under which a block is registered."""

@@ -12,6 +12,7 @@ from sim.catalog.weights import rank_weight_tensors
 
 from .activation import Peak, forward_peak, sampler_peak
 from .graphs import ACTUAL_SHARE, estimated_graph_bytes, graph_plan
+from .non_torch import non_torch_bytes
 from .releases import EngineRelease
 from .rounding import allocated_bytes
 
@@ -94,7 +95,12 @@ def account_rank(model: ModelShape, gpu: Gpu, settings: Settings, pipeline_rank:
     layers = model.layers_of_rank(pipeline_rank, settings.pipeline_parallel_size)
     budget = math.ceil(gpu.total_bytes * settings.gpu_memory_utilization)
     weights, weights_text = _weights(model, settings, pipeline_rank)
-    non_torch, non_torch_text = _non_torch(gpu, settings)
+    non_torch, non_torch_text = non_torch_bytes(
+        gpu,
+        settings.release,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+    )
     last = pipeline_rank == settings.pipeline_parallel_size - 1
     peak = _peak(model, gpu, settings, tokens=settings.max_num_batched_tokens, samples=last, profiling=True)
     graphs, graphs_text = _graphs(model, gpu, settings, len(layers))
@@ -132,28 +138,6 @@ def _weights(model: ModelShape, settings: Settings, pipeline_rank: int) -> tuple
     form = settings.weight_format.name if settings.weight_format else settings.dtype
     text = f"{sum(sizes)} B of {form} in {len(sizes)} tensors + {allocated - sum(sizes)} B rounding + rotary {rotary} B"
     return allocated + rotary, text
-
-
-def _non_torch(gpu: Gpu, settings: Settings) -> tuple[int, str]:
-    """Memory outside PyTorch's allocator that appears between the base line and the end of profiling.
-
-    Measured figures, not formulas: loaded kernels and library handles, and communication buffers for more than one rank.
-    **Source:** start-up logs of vLLM 0.19 on H100 (0.24 to 0.27 GiB on one GPU; 2.06 to 2.17 with tensor parallelism; 0.07 with pipeline
-    parallelism only); two logs of RTX 3090 cards (0.35 and 0.47). Buffers over PCIe are NCCL's alone, about 0.38 GiB.
-    """
-    if settings.tensor_parallel_size > 1:
-        gib, why = (
-            (2.10, "communication buffers over NVLink")
-            if gpu.link != "pcie"
-            else (0.25 + 0.38, "libraries and NCCL buffers over PCIe")
-        )
-    elif settings.pipeline_parallel_size > 1:
-        gib, why = 0.07, "one GPU a stage, base line taken after communication set-up"
-    elif gpu.workstation:
-        gib, why = 0.41, "kernels and libraries on a workstation card"
-    else:
-        gib, why = 0.25, "kernels and libraries"
-    return round(gib * GIB), f"{gib:g} GiB measured: {why}"
 
 
 def _peak(model: ModelShape, gpu: Gpu, settings: Settings, *, tokens: int, samples: bool, profiling: bool) -> Peak:

@@ -10,7 +10,7 @@ from sim.core.config import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRelease:
-    """The memory behaviour of vLLM from one release on."""
+    """The memory behaviour of vLLM from one release on (V1 from 0.8, V0 before)."""
 
     since: tuple[int, int]
     """First release, (major, minor)."""
@@ -27,9 +27,12 @@ class EngineRelease:
 
 
 # Bytes a logit, counted tensor by tensor:
-#   sorting sampler: bf16 logits 2 + fp32 copy 4 + sorted values 4 + sorted indices 8 + index input 8 + radix-sort scratch 12 = 38;
-#   Triton top-k / top-p kernel (0.17 and later), in place: bf16 logits 2 + fp32 copy 4 + probabilities 4 + exponential noise 4 = 14.
-# A public report of Qwen3-14B with 1,024 sequences: 5.64 GiB at 0.15 and 0.16, 2.23 GiB at 0.17.
+#   0.17 and later, a Triton top-k / top-p kernel in place: bf16 logits 2 + fp32 copy 4 + probabilities 4 + exponential
+#   noise 4 = 14;
+#   V1 before that, by sorting: bf16 logits 2 + fp32 copy 4 + sorted values 4 + sorted indices 8 + index input 8 +
+#   radix-sort scratch 12 = 38;
+#   V0, whose profile did not reach the sort: bf16 logits 2 + fp32 copy 4 = 6.
+# Public figures: Qwen3-14B with 1,024 sequences 5.64 GiB at 0.15 and 0.16, 2.23 at 0.17; Qwen3-0.6B on V0 0.23 GiB.
 _RELEASES = (
     EngineRelease(
         since=(0, 21),
@@ -48,7 +51,7 @@ _RELEASES = (
         compiled=True,
     ),
     EngineRelease(
-        since=(0, 9),
+        since=(0, 8),
         sampler_bytes_per_logit=38,
         sampler_rows_buffer=False,
         moe_workspace_persists=False,
@@ -57,7 +60,7 @@ _RELEASES = (
     ),
     EngineRelease(
         since=(0, 6),
-        sampler_bytes_per_logit=38,
+        sampler_bytes_per_logit=6,
         sampler_rows_buffer=False,
         moe_workspace_persists=False,
         graphs_in_budget=False,
