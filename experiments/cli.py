@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(command, f"the run is not sound: {error}")
         return 1
     except OSError as error:
-        complain(command, f"{error.filename or 'file'}: {error.strerror or error}")
+        complain(command, f"{error.filename2 or error.filename or 'file'}: {error.strerror or error}")
         return 2
     except Exception as error:
         message = _message(error)

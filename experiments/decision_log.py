@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -22,7 +23,7 @@ class DecisionLogFile:
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.is_dir():
-            raise IsADirectoryError(21, "is a folder; a file name is needed", str(self._path))
+            raise IsADirectoryError(errno.EISDIR, "is a folder; a file name is needed", str(self._path))
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.", suffix=".tmp")
         self._temporary = Path(name)
         self._stream = os.fdopen(handle, "w", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ def run(
     import sim
     from sim.results.console import print_summary
 
+    _make_room(out, html)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
         progress.say("simulating")
         result = sim.simulate(scenario, decision_log=log.write if log else None)
@@ -37,6 +39,16 @@ def run(
     for path in written:
         say(f"wrote {path}")
     return 0
+
+
+def _make_room(out: Path | None, html: Path | None) -> None:
+    """Find out before a long run, not after it, that the results have nowhere to go. Raises OSError."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        if html.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "is a folder; a file name is needed", str(html))
 
 
 def _write(result: Result, out: Path | None, html: Path | None) -> list[Path]:

@@ -150,3 +150,14 @@ def test_requests_that_can_never_fit_are_rejected_and_counted(kvtwin):
     assert summary["rejected"] > 0
     assert summary["finished"] + summary["rejected"] == 30
     assert any("rejected when they arrive" in warning for warning in summary["warnings"])
+
+
+def test_a_folder_in_place_of_a_file_is_found_before_the_run(kvtwin, tmp_path, monkeypatch):
+    def not_reached(*arguments, **settings):
+        raise AssertionError("the run has begun")
+
+    monkeypatch.setattr("sim.simulation.simulate", not_reached)
+    for flag in ("--html", "--decision-log"):
+        code, _, err = kvtwin("run", *BASIC, flag, tmp_path)
+        assert code == 2
+        assert f"{tmp_path}: is a folder" in err

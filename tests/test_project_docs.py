@@ -244,6 +244,18 @@ def test_every_key_of_the_results_is_defined():
     assert set(result.timeline.columns) - defined == set()
 
 
+def test_every_trace_format_and_every_built_in_workload_is_documented():
+    from sim.workload import WORKLOADS
+    from sim.workload.readers import FORMATS
+
+    text = (ROOT / "docs" / "workloads.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    for known in FORMATS:
+        assert any(all(column in row for column in known.columns if column != "hash_ids") for row in rows), known.name
+    for name in WORKLOADS:
+        assert any(row.startswith(f"| `{name}` |") for row in rows), name
+
+
 # ── the mechanism itself ─────────────────────────────────────────────────────────────────────────────────────────────
 DOCUMENT = """\
 Text.

@@ -64,7 +64,10 @@ class DefaultAdmission:
         if asked > config.max_model_len:
             return Rejection(
                 code="exceeds_max_model_len",
-                reason=f"{spec.input_tokens} prompt + {output_tokens} output tokens = {asked}, but max_model_len is {config.max_model_len} tokens",
+                reason=(
+                    f"{spec.input_tokens} prompt + {output_tokens} output tokens = {asked}, "
+                    f"but max_model_len is {config.max_model_len} tokens"
+                ),
             )
         slots = slots_needed(spec.input_tokens, output_tokens)
         need = admission_blocks(
@@ -85,7 +88,10 @@ class DefaultAdmission:
         if not config.enable_chunked_prefill and slots > config.max_num_batched_tokens:
             return Rejection(
                 code="exceeds_token_budget",
-                reason=f"up to {slots} tokens must be (re)computed in one step, but max_num_batched_tokens is {config.max_num_batched_tokens}",
+                reason=(
+                    f"up to {slots} tokens must be (re)computed in one step, "
+                    f"but max_num_batched_tokens is {config.max_num_batched_tokens}"
+                ),
             )
         return None
 

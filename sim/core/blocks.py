@@ -224,7 +224,9 @@ class BlockPool:
             if (held or ref_cnt) and places:
                 problems.append(f"block {block_id} is double: held by {held} and in the free queue or quarantine")
             if not held and not ref_cnt and places != 1:
-                problems.append(f"block {block_id} is {'double: free and quarantined' if places else 'missing: in no queue'}")
+                problems.append(
+                    f"block {block_id} is {'double: free and quarantined' if places else 'missing: in no queue'}"
+                )
         problems += [f"block {block_id} is held by {held} but was never allocated" for block_id, held in owners.items()]
         free = len(self._freed) + self.num_blocks + 1 - len(self._ref_cnt)
         if free != self.num_free:

@@ -43,7 +43,9 @@ class EngineConfig:
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window is {self.sliding_window}; it must be at least 1 token, or absent for full attention")
+            raise ConfigError(
+                f"sliding_window is {self.sliding_window}; it must be at least 1 token, or absent for full attention"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}; it is a share of the pool, at least 0 and below 1")
         if self.scheduling_policy not in ("fcfs", "priority"):

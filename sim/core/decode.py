@@ -91,7 +91,9 @@ class DecodeSet:
 
     def steps_that_fit(self, free_blocks: int, first: int, limit: int) -> int:
         """How many of the steps `first, first + 1, …` ahead, at most `limit`, can be given blocks from `free_blocks`."""
-        whole_turns = min(free_blocks // self._size, limit // self.block_size) if self._size else limit // self.block_size
+        whole_turns = (
+            min(free_blocks // self._size, limit // self.block_size) if self._size else limit // self.block_size
+        )
         steps = whole_turns * self.block_size  # in block_size steps every member needs exactly one block
         free_blocks -= whole_turns * self._size
         while steps < limit:

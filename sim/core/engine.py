@@ -132,7 +132,13 @@ class EngineCore:
         """
         if spec.request_id in self._requests:
             raise ValueError(f"request id {spec.request_id!r} is already in the system; ids must be unique")
-        request = Request(spec, self._next_seq, now_fs, BlockKeys(spec, self.config.block_size, self._keys), BlockTable(spec.request_id))
+        request = Request(
+            spec,
+            self._next_seq,
+            now_fs,
+            BlockKeys(spec, self.config.block_size, self._keys),
+            BlockTable(spec.request_id),
+        )
         request.target_tokens = min(request.target_tokens, self.config.max_model_len)
         self._next_seq += 1
         rejection = self._admission.arrive(spec)
@@ -146,7 +152,9 @@ class EngineCore:
         became_head = self._scheduler.waiting.add(request)
         return Arrived(request, may_change_plan=became_head and self.num_running < self.config.max_num_seqs)
 
-    def abort(self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away") -> bool:
+    def abort(
+        self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
+    ) -> bool:
         """A client leaves, in whatever state its request is. False if the request has ended (or never was).
 
         The blocks of a request in a step under way return when the step is committed; its output of that step is dropped.
@@ -215,7 +223,11 @@ class EngineCore:
             raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
         usage, table_slots = self._leap(plan, result)
-        written = decode.computed_tokens + len(decode) + sum(share.context_tokens + share.num_tokens for share in draft.shares.values())
+        written = (
+            decode.computed_tokens
+            + len(decode)
+            + sum(share.context_tokens + share.num_tokens for share in draft.shares.values())
+        )
         idle = sum(r.num_computed_tokens for order, r in scheduler.catching_up.items() if order not in draft.shares)
         decode.clock += result.steps
         scheduler.last_step_end_fs = now_fs
@@ -254,13 +266,17 @@ class EngineCore:
                 tokens += 1
             expected = blocks_for(tokens, self.config.block_size)
             if len(request.table) != expected:
-                raise IntegrityError(f"{request.request_id} has {len(request.table)} blocks for {tokens} tokens, which need {expected}")
+                raise IntegrityError(
+                    f"{request.request_id} has {len(request.table)} blocks for {tokens} tokens, which need {expected}"
+                )
         table_blocks = sum(request.held_blocks for request in scheduler.running.values())
         if scheduler.table_blocks != table_blocks:
             raise IntegrityError(f"{table_blocks} table entries exist, {scheduler.table_blocks} are counted")
         in_system = self.num_running + self.num_waiting
         if in_system != self.num_unfinished:
-            raise IntegrityError(f"{self.num_unfinished} requests are in the system, but {in_system} are running or waiting")
+            raise IntegrityError(
+                f"{self.num_unfinished} requests are in the system, but {in_system} are running or waiting"
+            )
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
 
@@ -326,10 +342,14 @@ class EngineCore:
         for order, request in self._scheduler.running.items():
             if request.decoding:
                 blocks = (*request.table.blocks, *future.get(order, ()))
-                scheduled.append(ScheduledRequest(request.request_id, 1, decode.computed(request) + ahead, blocks, samples=True))
+                scheduled.append(
+                    ScheduledRequest(request.request_id, 1, decode.computed(request) + ahead, blocks, samples=True)
+                )
             elif (share := draft.shares.get(order)) is not None:
                 blocks = tuple(request.table.blocks)
-                scheduled.append(ScheduledRequest(request.request_id, share.num_tokens, share.context_tokens, blocks, share.samples))
+                scheduled.append(
+                    ScheduledRequest(request.request_id, share.num_tokens, share.context_tokens, blocks, share.samples)
+                )
         return tuple(scheduled)
 
     def _future_blocks(self, ahead: int) -> dict[int, list[int]]:
@@ -393,7 +413,10 @@ class EngineCore:
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         self._retire(request, now_fs)
         spec = request.spec
-        capped = request.num_output_tokens >= (spec.max_tokens or spec.output_tokens + 1) or request.num_tokens >= self.config.max_model_len
+        capped = (
+            request.num_output_tokens >= (spec.max_tokens or spec.output_tokens + 1)
+            or request.num_tokens >= self.config.max_model_len
+        )
         request.finish_reason = "length" if capped and not stopped else "stop"
         request.last_token_fs = now_fs
         self._end(request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs)
@@ -401,7 +424,9 @@ class EngineCore:
     def _retire(self, request: Request, now_fs: int) -> None:
         """Take a request out of the running set and give its blocks back."""
         self._scheduler.retire(request)
-        released = self._scheduler.release(request, request.outcome.value if request.outcome else "finished", now_fs, reusable=False)
+        released = self._scheduler.release(
+            request, request.outcome.value if request.outcome else "finished", now_fs, reusable=False
+        )
         self._decisions.released.append((request.request_id, released))
 
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:

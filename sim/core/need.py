@@ -47,7 +47,9 @@ def new_blocks(
     return max(grown, 0) + unreferenced_hits + copied
 
 
-def admission_blocks(total_tokens: int, block_size: int, *, window: int | None, max_num_batched_tokens: int, max_model_len: int) -> int:
+def admission_blocks(
+    total_tokens: int, block_size: int, *, window: int | None, max_num_batched_tokens: int, max_model_len: int
+) -> int:
     """Blocks that one attention group of a request can come to hold at once, for the admission gate and the pool sizer.
 
     Full attention keeps everything. A sliding window recycles, so it is capped by the window plus one step's chunk.

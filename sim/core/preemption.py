@@ -5,20 +5,20 @@ A victim is a pure function of what the policy may look at (I11): the same state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from .request import Request
 
-VictimPolicy = Callable[[Mapping[int, Request]], Request]
+VictimPolicy = Callable[[dict[int, Request]], Request]
 """Picks from the running requests, keyed by admission order, oldest first; there is at least one."""
 
 
-def last_admitted(running: Mapping[int, Request]) -> Request:
+def last_admitted(running: dict[int, Request]) -> Request:
     """The most recently admitted request (vLLM V1, FCFS)."""
-    return running[next(reversed(running))]  # type: ignore[call-overload,no-any-return]
+    return running[next(reversed(running))]
 
 
-def worst_priority(running: Mapping[int, Request]) -> Request:
+def worst_priority(running: dict[int, Request]) -> Request:
     """The least important request, the latest arrival of them (vLLM V1, priority scheduling)."""
     return max(running.values(), key=lambda request: (request.spec.priority, request.arrival_fs, request.seq))
 

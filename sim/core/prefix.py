@@ -79,7 +79,8 @@ class BlockKeys:
         if start < shared_stop:
             chains, block_size, span = self._shared_chains(), self._block_size, self._spec.content_block_tokens
             keys = [
-                chains[((index + 1) * block_size - 1) // span] << _INDEX_BITS | index for index in range(start, shared_stop)
+                chains[((index + 1) * block_size - 1) // span] << _INDEX_BITS | index
+                for index in range(start, shared_stop)
             ]
         first_private = max(start, shared_stop)
         if first_private < stop:
@@ -119,7 +120,10 @@ class PrefixIndex:
         return self._key_of.get(block_id)
 
     def add(self, block_ids: Iterable[int], keys: Iterable[int]) -> None:
-        """Register that each of `block_ids` holds the content of its key. A block already registered keeps its key; 0 (no block) is passed over."""
+        """Register that each of `block_ids` holds the content of its key.
+
+        A block already registered keeps its key; 0 (no block) is passed over.
+        """
         key_of, first = self._key_of, self._first
         for block_id, key in zip(block_ids, keys, strict=True):
             if block_id in key_of or not block_id:

@@ -140,7 +140,9 @@ class Scheduler:
                 del order[position]
                 self.retire(request)
                 draft.unservable.append((request, outgrown))
-                draft.released.append((request.request_id, self.release(request, "outgrew the pool", now_fs, reusable=False)))
+                draft.released.append(
+                    (request.request_id, self.release(request, "outgrew the pool", now_fs, reusable=False))
+                )
                 continue
             while (num_tokens := self._serve(request, draft, now_fs)) is None:
                 victim = self._victim(self.running)
@@ -168,7 +170,9 @@ class Scheduler:
         share = draft.shares.pop(victim.order, None)
         if share is not None:
             taken_back = set(share.new_blocks)
-            draft.copies = [copy for copy in draft.copies if copy[1] not in taken_back and copy[1] not in victim.table.blocks]
+            draft.copies = [
+                copy for copy in draft.copies if copy[1] not in taken_back and copy[1] not in victim.table.blocks
+            ]
 
     def _serve(self, request: Request, draft: Draft, now_fs: int) -> int | None:
         """Schedule a running request for what it lacks, within the budget; None when its blocks are not free."""
@@ -232,7 +236,9 @@ class Scheduler:
             need = tables.need(request.table, 0, num_tokens, hits)
             if config.reserve_full_prompt:
                 need = max(need, self._prompt_blocks(request, hits))
-            if not self._admission.may_start(need, PoolView(self._pool.num_blocks, self._pool.num_free, len(self.running))):
+            if not self._admission.may_start(
+                need, PoolView(self._pool.num_blocks, self._pool.num_free, len(self.running))
+            ):
                 break
             allocation = tables.grow(request.table, 0, num_tokens, hits)
             if allocation is None:
@@ -245,14 +251,19 @@ class Scheduler:
             self._register(request, hit_tokens + num_tokens)
 
     def _find(self, request: Request) -> list[int]:
-        """Blocks with the longest cached prefix of a waiting request. The last token is always computed: something must be sampled from it."""
+        """Blocks with the longest cached prefix of a waiting request.
+
+        The last token is always computed: something must be sampled from it.
+        """
         if not self._config.enable_prefix_caching:
             return []
         stop = (request.num_tokens - 1) // self._config.block_size
         if not request.num_preemptions:
             stop = min(stop, request.keys.num_shared)  # its private blocks have never been computed
         hits = self._pool.find(request.keys.keys(0, stop))
-        passed = skipped_blocks(len(hits) * self._config.block_size, self._config.block_size, self._config.sliding_window)
+        passed = skipped_blocks(
+            len(hits) * self._config.block_size, self._config.block_size, self._config.sliding_window
+        )
         return [NO_BLOCK] * passed + hits[passed:]
 
     def _prompt_blocks(self, request: Request, hits: list[int]) -> int:
@@ -297,7 +308,9 @@ class Scheduler:
         """
         computed_blocks = request.num_computed_tokens // self._config.block_size
         blocks = request.table.blocks
-        self._pool.forget(blocks[computed_blocks : request.num_registered])  # registered for a step that will not be computed
+        self._pool.forget(
+            blocks[computed_blocks : request.num_registered]
+        )  # registered for a step that will not be computed
         if self._config.enable_prefix_caching:
             self._register_upto(request, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared))
         self._hold(request, -request.held_blocks, now_fs)

@@ -58,7 +58,9 @@ class BlockTables:
             copied=self._shared_tail(table, computed_tokens, new_tokens) is not None,
         )
 
-    def grow(self, table: BlockTable, computed_tokens: int, new_tokens: int, hits: Sequence[int] = ()) -> Allocation | None:
+    def grow(
+        self, table: BlockTable, computed_tokens: int, new_tokens: int, hits: Sequence[int] = ()
+    ) -> Allocation | None:
         """Make room to write tokens `[start, start + new_tokens)`, where start is `computed_tokens` plus the `hits`' tokens.
 
         `hits` are blocks found in the prefix index; they are appended, and referenced, first. If the block that will be
@@ -74,7 +76,9 @@ class BlockTables:
         tail = self._shared_tail(table, computed_tokens, new_tokens)
         pool.acquire(hits)
         table.blocks.extend(hits)
-        grown = max(blocks_for(computed_tokens + len(hits) * self.block_size + new_tokens, self.block_size) - len(table), 0)
+        grown = max(
+            blocks_for(computed_tokens + len(hits) * self.block_size + new_tokens, self.block_size) - len(table), 0
+        )
         copies: tuple[tuple[int, int], ...] = ()
         if tail is not None:
             copies = ((table.blocks[tail], self._replace(table, tail)),)

@@ -37,7 +37,8 @@ def tpot_s(request: Request) -> float | None:
     """Time per output token after the first, of a finished request with at least two."""
     if request.outcome is not Outcome.FINISHED or request.num_output_tokens < 2:
         return None
-    assert request.ended_fs is not None and request.first_token_fs is not None
+    assert request.ended_fs is not None
+    assert request.first_token_fs is not None
     return (request.ended_fs - request.first_token_fs) / (request.num_output_tokens - 1) / FS_PER_S
 
 
@@ -46,7 +47,9 @@ def queued_s(request: Request) -> float | None:
     return None if request.scheduled_fs is None else to_s(request.scheduled_fs - request.arrival_fs)
 
 
-def statistics(values: Sequence[float] | NDArray[np.float64], weights: NDArray[np.int64] | None = None) -> dict[str, float]:
+def statistics(
+    values: Sequence[float] | NDArray[np.float64], weights: NDArray[np.int64] | None = None
+) -> dict[str, float]:
     """Mean, percentiles (linear interpolation, as numpy) and maximum; `weights` say how often each value occurs.
 
     Empty when there is nothing to describe.

@@ -130,7 +130,8 @@ class Recorder:
         self._sojourn_fs += now_fs - request.arrival_fs
         self.ended_requests.append(request)
         if request.outcome is not Outcome.FINISHED:
-            assert request.outcome is not None and request.ended_fs is not None
+            assert request.outcome is not None
+            assert request.ended_fs is not None
             self.marks.append((request.ended_fs, request.outcome.value, request.request_id))
 
     def check_littles_law(self) -> None:
@@ -140,7 +141,8 @@ class Recorder:
         """
         if self._in_system_fs != self._sojourn_fs:
             raise IntegrityError(
-                f"Little's law fails: {to_s(self._in_system_fs)} request-seconds in the system, {to_s(self._sojourn_fs)} seconds spent in it"
+                f"Little's law fails: {to_s(self._in_system_fs)} request-seconds in the system, "
+                f"{to_s(self._sojourn_fs)} seconds spent in it"
             )
 
     def _continues(self, start_fs: int, version: int) -> bool:
@@ -181,7 +183,9 @@ class RunRecord:
     """Wall-clock time of the simulation proper."""
 
     @classmethod
-    def merge(cls, recorders: Sequence[Recorder], config: EngineConfig, order: Sequence[str], core_time_s: float) -> RunRecord:
+    def merge(
+        cls, recorders: Sequence[Recorder], config: EngineConfig, order: Sequence[str], core_time_s: float
+    ) -> RunRecord:
         """Close the records of all replicas. Raises IntegrityError if a request is missing or the books disagree (I12)."""
         by_id = {request.request_id: request for recorder in recorders for request in recorder.ended_requests}
         if len(by_id) != len(order) or any(request_id not in by_id for request_id in order):
@@ -193,6 +197,8 @@ class RunRecord:
             config=config,
             recorders=tuple(recorders),
             requests=tuple(by_id[request_id] for request_id in order),
-            replica_of={request.request_id: recorder.replica for recorder in recorders for request in recorder.ended_requests},
+            replica_of={
+                request.request_id: recorder.replica for recorder in recorders for request in recorder.ended_requests
+            },
             core_time_s=core_time_s,
         )

@@ -56,7 +56,9 @@ def summarize(
         "events": sum(recorder.num_events for recorder in recorders),
         "num_requests": len(requests),
         **{outcome.value: count for outcome, count in by_outcome.items()},
-        "rejected_by_reason": _count(request.finish_reason for request in requests if request.outcome is Outcome.REJECTED),
+        "rejected_by_reason": _count(
+            request.finish_reason for request in requests if request.outcome is Outcome.REJECTED
+        ),
         "finish_reason": _count(request.finish_reason for request in finished),
         "degraded_by_rung": {},
         "input_tokens": sum(request.spec.input_tokens for request in requests),
@@ -65,9 +67,13 @@ def summarize(
         "output_throughput_tokens_per_s": _per(output_tokens, duration_s),
         "ttft_s": metrics.statistics([value for request in finished if (value := metrics.ttft_s(request)) is not None]),
         "tpot_s": metrics.statistics([value for request in finished if (value := metrics.tpot_s(request)) is not None]),
-        "itl_s": metrics.statistics(np.concatenate([values for values, _ in gaps]), np.concatenate([weights for _, weights in gaps])),
+        "itl_s": metrics.statistics(
+            np.concatenate([values for values, _ in gaps]), np.concatenate([weights for _, weights in gaps])
+        ),
         "e2el_s": metrics.statistics([value for request in finished if (value := metrics.e2el_s(request)) is not None]),
-        "queue_s": metrics.statistics([value for request in finished if (value := metrics.queued_s(request)) is not None]),
+        "queue_s": metrics.statistics(
+            [value for request in finished if (value := metrics.queued_s(request)) is not None]
+        ),
     }
     if good is not None:
         summary["goodput_per_s"] = _per(good, duration_s)
@@ -136,7 +142,16 @@ def timeline_columns(record: RunRecord) -> dict[str, list[Any]]:
     """The state of every replica over time, an interval a row."""
     rows = [(recorder.replica, row) for recorder in record.recorders for row in recorder.rows]
     rows.sort(key=lambda pair: (pair[1].start_fs, pair[0]))
-    whole = ("steps", "running", "waiting", "used_blocks", "used_blocks_end", "cached_blocks", "free_blocks", "quarantined_blocks")
+    whole = (
+        "steps",
+        "running",
+        "waiting",
+        "used_blocks",
+        "used_blocks_end",
+        "cached_blocks",
+        "free_blocks",
+        "quarantined_blocks",
+    )
     return {
         "time_s": [to_s(row.start_fs) for _, row in rows],
         "duration_s": [to_s(row.end_fs - row.start_fs) for _, row in rows],
@@ -147,7 +162,11 @@ def timeline_columns(record: RunRecord) -> dict[str, list[Any]]:
 
 def mark_columns(record: RunRecord) -> dict[str, list[Any]]:
     """Preemptions, rejections, aborts, time-outs and failures, in order of time."""
-    marks = [(time_fs, recorder.replica, kind, request_id) for recorder in record.recorders for time_fs, kind, request_id in recorder.marks]
+    marks = [
+        (time_fs, recorder.replica, kind, request_id)
+        for recorder in record.recorders
+        for time_fs, kind, request_id in recorder.marks
+    ]
     marks.sort(key=lambda mark: mark[:2])
     return {
         "time_s": [to_s(mark[0]) for mark in marks],

@@ -15,7 +15,9 @@ CLIENT_TURNAROUND_FS = 10**9
 that the end made possible, as over any network."""
 
 
-def open_loop(env: simpy.Environment, requests: Sequence[RequestSpec], send: Callable[[RequestSpec], None]) -> Generator[simpy.Event, Any, None]:
+def open_loop(
+    env: simpy.Environment, requests: Sequence[RequestSpec], send: Callable[[RequestSpec], None]
+) -> Generator[simpy.Event, Any, None]:
     """Send every request at its time, whatever the engine does."""
     for spec in requests:
         yield from _wait_until(env, spec.arrival_s)
@@ -52,9 +54,17 @@ def patience(
     """Wait as long as this client will, then give up."""
     limits = []
     if spec.timeout_s is not None:
-        limits.append((to_fs(spec.timeout_s), Outcome.TIMED_OUT, f"not served within its time-out of {spec.timeout_s:g} s"))
+        limits.append(
+            (to_fs(spec.timeout_s), Outcome.TIMED_OUT, f"not served within its time-out of {spec.timeout_s:g} s")
+        )
     if spec.cancel_after_s is not None:
-        limits.append((to_fs(spec.cancel_after_s), Outcome.ABORTED, f"the client cancelled {spec.cancel_after_s:.3f} s after sending"))
+        limits.append(
+            (
+                to_fs(spec.cancel_after_s),
+                Outcome.ABORTED,
+                f"the client cancelled {spec.cancel_after_s:.3f} s after sending",
+            )
+        )
     wait_fs, outcome, reason = min(limits, key=lambda limit: limit[0])
     yield env.timeout(wait_fs)
     abort(spec.request_id, outcome, reason)

@@ -17,4 +17,6 @@ class ModelExecutor:
         shape = plan.shape
         if plan.repeat == 1:
             return StepResult(durations=Durations.one(self._cost.step_fs(shape)))
-        return StepResult(durations=self._cost.decode_stretch(shape.decode_seqs, shape.decode_context_tokens, plan.repeat))
+        return StepResult(
+            durations=self._cost.decode_stretch(shape.decode_seqs, shape.decode_context_tokens, plan.repeat)
+        )

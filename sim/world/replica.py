@@ -56,22 +56,26 @@ class Replica:
         self._idle: simpy.Event | None = None
         self._process = env.process(self.serve())
 
+    @property
+    def _now_fs(self) -> int:
+        return int(self._env.now)
+
     def submit(self, spec: RequestSpec) -> None:
         """A client sends a request."""
-        arrived = self.core.add(spec, self._env.now)
+        arrived = self.core.add(spec, self._now_fs)
         self._recorder.arrived(arrived, self.core)
         self._after_event(nudge=arrived.may_change_plan)
 
     def abort(self, request_id: str, outcome: Outcome, reason: str) -> None:
         """A client gives up on a request; nothing happens if it has ended."""
-        if self.core.abort(request_id, self._env.now, outcome, reason):
+        if self.core.abort(request_id, self._now_fs, outcome, reason):
             self._after_event(nudge=True)
 
     def serve(self) -> Generator[simpy.Event, Any, None]:
         """The engine's loop; it never ends, it only runs out of events."""
         env, core = self._env, self.core
         while True:
-            plan = core.plan(env.now, self._max_repeat)
+            plan = core.plan(self._now_fs, self._max_repeat)
             self._after_event(nudge=False)
             if plan is None:
                 self._idle = env.event()
@@ -81,7 +85,7 @@ class Replica:
                 continue
             self._recorder.planned(plan, core)
             result = yield from self._sleep_through(plan, self._executor.execute(plan))
-            committed = core.commit(plan, result, env.now)
+            committed = core.commit(plan, result, self._now_fs)
             self._recorder.committed(plan, result, committed, core)
             self._after_event(nudge=False)
 
@@ -92,15 +96,15 @@ class Replica:
         try:
             yield Late(env, result.durations.total_fs)
         except simpy.Interrupt:
-            result = result.cut(result.durations.started_by(env.now - plan.start_fs))
-            yield Late(env, plan.start_fs + result.durations.total_fs - env.now)
+            result = result.cut(result.durations.started_by(self._now_fs - plan.start_fs))
+            yield Late(env, plan.start_fs + result.durations.total_fs - self._now_fs)
         self._sleeping = False
         return result
 
     def _after_event(self, *, nudge: bool) -> None:
         """Pass on who ended, verify the books if asked to, and let the loop know if its next decision may differ."""
         for request in self.core.take_ended():
-            self._recorder.ended(request, self._env.now, self.core)
+            self._recorder.ended(request, self._now_fs, self.core)
             self._on_end(request)
         if self._check:
             self.core.check()

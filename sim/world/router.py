@@ -40,5 +40,9 @@ class LeastKv:
         return min(range(len(engines)), key=lambda index: engines[index].pool.num_owned)
 
 
-ROUTERS: dict[str, Callable[[], Router]] = {"round-robin": RoundRobin, "least-requests": LeastRequests, "least-kv": LeastKv}
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round-robin": RoundRobin,
+    "least-requests": LeastRequests,
+    "least-kv": LeastKv,
+}
 """Routers by name."""

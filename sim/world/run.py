@@ -50,7 +50,7 @@ def run_world(
     if router not in ROUTERS:
         raise ConfigError(f"router {router!r} is not known; known are {', '.join(ROUTERS)}")
     started = time.perf_counter()
-    env = simpy.Environment(initial_time=0)  # type: ignore[arg-type]  # integer femtoseconds, see sim.core.clock
+    env = simpy.Environment(initial_time=0)  # integer femtoseconds, see sim.core.clock
     waiting_for: dict[str, simpy.Event] = {}
 
     def on_end(request: Request) -> None:
@@ -63,7 +63,7 @@ def run_world(
     recorders: list[Recorder] = []
     log = None if decision_log is None else _Log(decision_log, replicas)
     for index in range(replicas):
-        core = EngineCore(config, decision_sink=log and log.sink(index))
+        core = EngineCore(config, decision_sink=None if log is None else log.sink(index))
         recorder = Recorder(index, core)
         served_by = ModelExecutor(cost) if executor is None else executor(core)
         servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
@@ -92,7 +92,9 @@ def run_world(
     for core in engines:
         if core.num_unfinished:
             raise ProgressError(f"{core.num_unfinished} requests never ended, and nothing more will happen")
-    return RunRecord.merge(recorders, config, [spec.request_id for spec in requests], core_time_s=time.perf_counter() - started)
+    return RunRecord.merge(
+        recorders, config, [spec.request_id for spec in requests], core_time_s=time.perf_counter() - started
+    )
 
 
 class _Log:
