@@ -78,7 +78,7 @@ class BlockPool:
         """
         if num_blocks > self.num_free:
             return None
-        ref_cnt, freed, index = self._ref_cnt, self._freed, self.index
+        ref_cnt, freed, index, registered = self._ref_cnt, self._freed, self.index, self.index.block_ids
         self.num_free -= num_blocks
         first_unused = len(ref_cnt)
         unused = min(num_blocks, self.num_blocks + 1 - first_unused)
@@ -88,7 +88,7 @@ class BlockPool:
             taken = list(range(first_unused, first_unused + unused))
         for _ in range(num_blocks - unused):
             block_id, _none = freed.popitem(last=False)
-            if block_id in index:
+            if block_id in registered:
                 index.drop(block_id)
                 self.num_cached -= 1
             ref_cnt[block_id] = 1
@@ -156,18 +156,21 @@ class BlockPool:
             self.index.drop(block_id)
 
     def _queue(self, block_ids: list[int]) -> None:
-        freed, index = self._freed, self.index
+        freed = self._freed
         self.num_free += len(block_ids)
         for block_id in block_ids:
             freed[block_id] = None
-            if block_id in index:
-                self.num_cached += 1
+        registered = self.index.block_ids
+        self.num_cached += sum(1 for block_id in block_ids if block_id in registered)
 
     def _refuse_double_release(self, block_ids: Sequence[int], by: str) -> None:
         ref_cnt = self._ref_cnt
-        for block_id in block_ids:
-            if block_id and (block_id >= len(ref_cnt) or ref_cnt[block_id] < 1):
-                raise DoubleFreeError(block_id, self._released_by.get(block_id, "nobody (it was never allocated)"), by)
+        all_held = not block_ids or (max(block_ids) < len(ref_cnt) and min(map(ref_cnt.__getitem__, block_ids)) > 0)
+        if not all_held:
+            for block_id in block_ids:
+                if block_id and (block_id >= len(ref_cnt) or ref_cnt[block_id] < 1):
+                    first = self._released_by.get(block_id, "nobody (it was never allocated)")
+                    raise DoubleFreeError(block_id, first, by)
         if len(set(block_ids)) != len(block_ids):
             for block_id, times in Counter(block_ids).items():
                 if block_id and times > ref_cnt[block_id]:
