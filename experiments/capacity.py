@@ -66,7 +66,7 @@ def capacity_of(
     *,
     target_rate: float | None = None,
     replications: int = REPLICATIONS,
-    workers: int | None = None,
+    workers: int | None = 1,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The answer as JSON values. The scenario's own rate is not used; without a number of requests there are 1000.

@@ -78,12 +78,13 @@ def comparison(
     *,
     replications: int = 10,
     seed: int | None = None,
-    workers: int | None = None,
+    workers: int | None = 1,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The differences of every scenario from the first, as JSON values.
 
-    All use one seed: `seed`, or the baseline's. `workers` processes (None: one a CPU) share the runs; the answer does not depend on it.
+    All use one seed: `seed`, or the baseline's. `workers` processes (None: one a CPU) share the runs; the answer does not depend on
+    it, but a script that asks for more than one needs the usual `if __name__ == "__main__":`.
     Raises ScenarioError when the scenarios do not have the same workload or there are fewer than 2 replications.
     """
     if replications < 2:
@@ -162,7 +163,10 @@ def _row(
         return {**row, **values, "correlation": None}
     paired = paired_difference([a for a, _ in known], [b for _, b in known], confidence, smaller_is_better=smaller)
     fields = ("baseline", "candidate", "difference", "low", "high", "verdict", "correlation")
-    return {**row, **{field: getattr(paired, field) for field in fields}}
+    compared = {field: getattr(paired, field) for field in fields}
+    if paired.n < 3:
+        compared["correlation"] = None  # two points always lie on a line
+    return {**row, **compared}
 
 
 def _headline_correlation(rows: Sequence[Mapping[str, Any]]) -> float | None:

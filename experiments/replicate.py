@@ -6,10 +6,12 @@ and k alone. A run comes back as a few numbers, so that workers need not send a 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ def runner(workers: int) -> Iterator[Runner]:
     if workers <= 1:
         yield Runner(None)
         return
-    with ProcessPoolExecutor(workers) as pool:
+    # A fresh interpreter a worker: forking a process whose libraries have started threads is not safe.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_die_quietly) as pool:
         try:
             yield Runner(pool)
         except BaseException:
@@ -61,6 +64,11 @@ def runner(workers: int) -> Iterator[Runner]:
                 wait=False, cancel_futures=True
             )  # an error or an interrupt ends the work, not only the waiting for it
             raise
+
+
+def _die_quietly() -> None:
+    """Ctrl-C reaches every process of a terminal; the parent speaks for all."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def measure(task: Task) -> Measured:

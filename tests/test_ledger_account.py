@@ -1,0 +1,211 @@
+"""The ledger: lines that add up, identities of the engine, and what happens when it does not fit."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.catalog.gpus import GPUS
+from sim.catalog.models import MODELS
+from sim.core.config import ConfigError
+from sim.memory import blocks_for_tokens, build_ledger
+from sim.memory.graphs import graph_plan
+from sim.memory.rounding import MIB, allocated_bytes
+
+GIB = 1 << 30
+
+
+@given(
+    model=st.sampled_from(
+        ["llama-3.1-8b", "qwen2.5-7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "tiny-llama-test"]
+    ),
+    gpu=st.sampled_from(sorted(GPUS)),
+    tp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    utilization=st.floats(0.85, 0.95),
+    block_size=st.sampled_from([1, 16, 32]),
+    kv=st.sampled_from(["auto", "fp8", "nvfp4"]),
+    version=st.sampled_from(["0.7", "0.15", "0.19", "0.29"]),
+)
+def test_the_lines_add_up_to_the_physical_total_and_less_than_a_block_is_lost(
+    model: str, gpu: str, tp: int, pp: int, utilization: float, block_size: int, kv: str, version: str
+) -> None:
+    try:
+        ledger = build_ledger(
+            model, gpu, tensor_parallel_size=tp, pipeline_parallel_size=pp, gpu_memory_utilization=utilization,
+            block_size=block_size, kv_cache_dtype=kv, engine_version=version,
+        )  # fmt: skip
+    except ConfigError as error:
+        if "no memory is left" not in str(error):
+            raise
+        return
+    assert sum(line.bytes for line in ledger.lines) == ledger.total_bytes
+    assert sum(line.bytes for line in ledger.lines if line.inside_budget) == ledger.budget_bytes
+    assert 0 <= ledger.line("unused").bytes < ledger.kv_bytes_per_token * block_size
+    assert ledger.line("kv_pool").bytes == ledger.num_gpu_blocks * block_size * ledger.kv_bytes_per_token
+    assert ledger.kv_tokens == ledger.num_gpu_blocks * block_size
+    assert all(line.formula and line.numbers for line in ledger.lines)
+
+
+def test_concurrency_counts_whole_blocks_of_the_longest_request() -> None:
+    ledger = build_ledger("llama-3.1-8b", "h100", num_gpu_blocks_override=3852, max_model_len=40_000)
+    # vLLM 0.6.4 printed 1.54x for 3,852 blocks and 40,000 tokens.
+    assert round(ledger.max_concurrency, 2) == 1.54
+    assert blocks_for_tokens(40_000, 16) == 2500
+    assert blocks_for_tokens(40_001, 16) == 2501
+
+
+def test_the_estimated_longest_sequence_is_the_pool_in_tokens() -> None:
+    # vLLM: 0.51 GiB of KV for Qwen3-0.6B is an estimated maximum length of 4,800 tokens, and 40,960 tokens need 4.38 GiB.
+    ledger = build_ledger("qwen3-0.6b", "h100", kv_cache_memory_bytes=round(0.5127 * GIB))
+    assert ledger.max_model_len_that_fits == 4_800
+    assert ledger.max_model_len == 4_800
+    assert any("4.38 GiB" in warning for warning in ledger.warnings)
+
+
+def test_fp8_kv_holds_twice_the_tokens_in_the_same_bytes() -> None:
+    wide, narrow = (build_ledger("llama-3.1-8b", "h100", kv_cache_dtype=dtype) for dtype in ("auto", "fp8"))
+    assert narrow.kv_tokens // 32 == wide.kv_tokens // 16
+
+
+def test_the_poorest_pipeline_stage_sizes_every_stage() -> None:
+    ledger = build_ledger("llama-3.1-8b", "l4", pipeline_parallel_size=2, engine_version="0.19", max_model_len=8192)
+    assert ledger.kv_bytes_per_token == 65_536
+    # The last stage samples, so its peak is the larger one; the first would have had room for more.
+    assert ledger.line("peak_activation").numbers.startswith("sampler")
+
+
+def test_latent_attention_gains_no_kv_room_per_token_from_more_ranks() -> None:
+    assert build_ledger("deepseek-v3", "h200", tensor_parallel_size=8).kv_bytes_per_token == 70_272
+
+
+def test_without_chunked_prefill_the_profile_runs_whole_prompts() -> None:
+    chunked, whole = (
+        build_ledger("llama-3.1-8b", "a100", max_model_len=32_768, enable_chunked_prefill=chunk)
+        for chunk in (True, False)
+    )
+    assert (chunked.max_num_batched_tokens, whole.max_num_batched_tokens) == (2048, 32_768)
+    assert whole.num_gpu_blocks < chunked.num_gpu_blocks
+
+
+def test_defaults_follow_the_gpu() -> None:
+    assert build_ledger("llama-3.1-8b", "h100").max_num_seqs == 1024
+    assert build_ledger("llama-3.1-8b", "a100").max_num_seqs == 256
+    assert build_ledger("llama-3.1-8b", "h100", max_num_batched_tokens=512).max_num_seqs == 512
+
+
+def test_graphs_come_off_the_pool_from_release_0_21_on_and_lie_outside_before() -> None:
+    old, new = (build_ledger("llama-3.1-8b", "h100", engine_version=version) for version in ("0.19", "0.21"))
+    assert not old.line("cuda_graphs").inside_budget
+    assert new.line("cuda_graphs").inside_budget
+    assert build_ledger("llama-3.1-8b", "h100", enforce_eager=True).line("cuda_graphs").bytes == 0
+
+
+def test_captured_sizes_are_those_an_engine_lists() -> None:
+    # The recorded vLLM 0.19 run with 256 sequences: 1, 2, 4, every 8th below 256, every 16th up to 512.
+    plan = graph_plan(256, 2048, enforce_eager=False)
+    assert plan.piecewise_sizes[:5] == (1, 2, 4, 8, 16)
+    assert len(plan.piecewise_sizes) == 51
+    assert plan.piecewise_sizes[-1] == 512
+    assert plan.full_sizes[-1] == 256
+    assert graph_plan(256, 2048, enforce_eager=True).count == 0
+
+
+@pytest.mark.parametrize(
+    ("requested", "allocated"),
+    [
+        (1, 512),
+        (512, 512),
+        (5 * MIB + 1, 5 * MIB + 512),
+        (int(31.5 * MIB), 32 * MIB),
+        (int(24.5 * MIB), int(24.5 * MIB)),
+        (48 * MIB, 48 * MIB),
+    ],
+)
+def test_the_allocator_keeps_a_remainder_of_up_to_one_mib(requested: int, allocated: int) -> None:
+    assert allocated_bytes(requested) == allocated
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers_and_a_way_out() -> None:
+    with pytest.raises(ConfigError) as error:
+        build_ledger("llama-3.1-70b", "h100")
+    message = str(error.value)
+    for words in ("weights 131.4", "exceed 0.92 x 79.19 GiB", "no memory is left for KV", "--tensor-parallel-size 4"):
+        assert words in message
+    assert build_ledger("llama-3.1-70b", "h100", tensor_parallel_size=4).kv_tokens >= 8192
+
+
+def test_a_length_that_does_not_fit_is_refused_when_asked_for_and_lowered_when_not() -> None:
+    ledger = build_ledger("llama-3.1-8b", "rtx-4090")
+    assert ledger.max_model_len == ledger.kv_tokens < 131_072
+    assert any("lowered" in warning for warning in ledger.warnings)
+    with pytest.raises(ConfigError, match=f"--max-model-len {ledger.kv_tokens} or less.*--tensor-parallel-size 2"):
+        build_ledger("llama-3.1-8b", "rtx-4090", max_model_len=131_072)
+
+
+def test_an_override_sets_the_pool_and_keeps_the_length() -> None:
+    ledger = build_ledger("llama-3.1-8b", "h100", num_gpu_blocks_override=200)
+    assert (ledger.num_gpu_blocks, ledger.kv_tokens, ledger.max_model_len) == (200, 3200, 131_072)
+    assert any("rejected when they arrive" in warning for warning in ledger.warnings)
+
+
+def test_an_override_beyond_the_budget_warns_and_beyond_the_device_is_refused() -> None:
+    fits = build_ledger("llama-3.1-8b", "h100").num_gpu_blocks
+    assert any(
+        "out-of-memory" in w for w in build_ledger("llama-3.1-8b", "h100", num_gpu_blocks_override=fits + 1).warnings
+    )
+    with pytest.raises(ConfigError, match=f"{fits} blocks fit the budget"):
+        build_ledger("llama-3.1-8b", "h100", num_gpu_blocks_override=100_000)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"block_size": 0}, "block_size is 0"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization is 1.1"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_model_len": 200_000}, "131072"),
+        ({"tensor_parallel_size": 3}, "sizes that do: 1, 2, 4, 8, 16"),
+        ({"pipeline_parallel_size": 33}, "32 layers"),
+        ({"kv_cache_dtype": "fp7"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "latent"),
+        ({"quantization": "awk"}, "awq"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"engine_version": "latest"}, "0.29"),
+        ({"engine_version": "0.2"}, "older than 0.6"),
+        ({"kv_cache_memory_bytes": 1}, "less than one block"),
+        ({"kv_cache_memory_bytes": 80 << 30}, "more than the 79.19 GiB"),
+    ],
+)
+def test_bad_settings_are_one_message(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_ledger("llama-3.1-8b", "h100", **settings)  # type: ignore[arg-type]
+    assert words in str(error.value)
+
+
+def test_a_windowed_model_is_sized_as_an_upper_bound_and_says_so() -> None:
+    ledger = build_ledger("gpt-oss-20b", "h100")
+    assert ledger.kv_bytes_per_token == 49_152
+    assert any("upper bound" in warning and "24576" in warning for warning in ledger.warnings)
+
+
+def test_a_missing_line_names_those_there_are() -> None:
+    with pytest.raises(KeyError, match="kv_pool"):
+        build_ledger("llama-3.1-8b", "h100").line("kv")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_model_has_a_ledger_somewhere_that_can_be_pickled(name: str) -> None:
+    # A trillion parameters in fp8 fill eight of the largest cards; the tiny model's four heads divide over one.
+    ranks = 1 if name == "tiny-llama-test" else 8
+    try:
+        ledger = build_ledger(name, "mi300x", tensor_parallel_size=ranks)
+    except ConfigError:
+        ledger = build_ledger(name, "mi300x", tensor_parallel_size=2)
+    assert ledger.num_gpu_blocks > 0
+    assert pickle.loads(pickle.dumps(ledger)) == ledger
