@@ -36,21 +36,24 @@ class Fit:
     """The poorest rank's."""
 
     def blocks(self, override: int | None, length: int, warnings: list[str]) -> int:
-        """Blocks of the pool: what the budget leaves, or `override`, checked against what the device has.
+        """Blocks of the pool: what the budget leaves, or `override`, with a warning where the device has less.
 
         Raises:
-            ConfigError: no block fits, or more is ordered than the device has; with the numbers and what would be right.
+            ConfigError: no block fits, or more bytes are ordered than the device has; with the numbers and what would be right.
         """
         account, total = self.account, self.gpu.total_bytes
         spoken_for = f"{account.used_bytes / GIB:.2f} GiB for everything else"
         has = f"the {self.gpu.total_gib:.2f} GiB of {self.gpu.name}"
         if override is not None:
+            # Ordering more than there is is a fair question to a simulator (what would an unlimited cache hit?), so it is
+            # answered, and said.
             if account.used_bytes + override * account.block_bytes > total:
-                raise ConfigError(
+                warnings.append(
                     f"num_gpu_blocks_override {override} needs {override * account.block_bytes / GIB:.2f} GiB for KV "
-                    f"beside {spoken_for}, more than {has}; {max(0, account.num_blocks)} blocks fit the budget"
+                    f"beside {spoken_for}, more than {has}: a what-if that no such GPU can run "
+                    f"({max(0, account.num_blocks)} blocks fit the budget)"
                 )
-            if override > account.num_blocks:
+            elif override > account.num_blocks:
                 warnings.append(
                     f"num_gpu_blocks_override {override} is above the {max(0, account.num_blocks)} blocks that fit the "
                     "budget: expect out-of-memory errors on a real GPU"
