@@ -36,6 +36,10 @@ _LEDGER_KEYS = (
 )
 
 
+HOW_NOT_WHAT = ("stepping", "check")
+"""Keys of `[run]` that change how a run is computed and nothing of what comes of it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """A scenario with nothing left open."""
@@ -58,6 +62,11 @@ class Resolved:
         slo = self.slo.as_dict() if self.slo else {}
         plain = {name: {key: _json(value) for key, value in keys.items()} for name, keys in self.tables.items()}
         return {**plain, "slo": dict(slo)}
+
+    def what_was_run(self) -> dict[str, dict[str, Any]]:
+        """The same without the keys that say how the run is computed; leaping or stepping, a run is the same run (I13)."""
+        tables = self.as_dict()
+        return {**tables, "run": {key: value for key, value in tables["run"].items() if key not in HOW_NOT_WHAT}}
 
 
 def resolve(scenario: Scenario) -> Resolved:

@@ -69,11 +69,12 @@ def simulate(
     unsteady = steady_state_warnings(timeline, until_s=max(requests["arrival_s"]))
     summary = summarize(
         record,
-        scenario=resolved.as_dict(),
+        scenario=resolved.what_was_run(),
         seed=run["seed"],
         version=__version__,
         limits_s=resolved.slo.limits_s if resolved.slo else None,
-        warnings=[*resolved.warnings, *built.notes, *prices.warnings(), *unsteady],
+        warnings=[*resolved.warnings, *prices.warnings(), *unsteady],
+        notes=built.notes,
         wall_time_s=time.perf_counter() - started_s,
     )
     return Result(

@@ -152,13 +152,14 @@ def test_an_override_sets_the_pool_and_keeps_the_length() -> None:
     assert any("rejected when they arrive" in warning for warning in ledger.warnings)
 
 
-def test_an_override_beyond_the_budget_warns_and_beyond_the_device_is_refused() -> None:
+def test_an_override_beyond_the_budget_warns_and_beyond_the_device_is_called_a_what_if() -> None:
     fits = build_ledger("llama-3.1-8b", "h100").num_gpu_blocks
     assert any(
         "out-of-memory" in w for w in build_ledger("llama-3.1-8b", "h100", num_gpu_blocks_override=fits + 1).warnings
     )
-    with pytest.raises(ConfigError, match=f"{fits} blocks fit the budget"):
-        build_ledger("llama-3.1-8b", "h100", num_gpu_blocks_override=100_000)
+    beyond = build_ledger("llama-3.1-8b", "h100", num_gpu_blocks_override=100_000)
+    assert beyond.num_gpu_blocks == 100_000
+    assert any("what-if" in w and f"{fits} blocks fit the budget" in w for w in beyond.warnings)
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,10 @@ def summary_view(result: Result) -> RenderableType:
     """The summary as something rich can print."""
     found = answer(result)
     parts: list[RenderableType] = [_verdict(found, result.scenario), _latencies(result.summary), _facts(result.summary)]
-    warnings = [str(warning) for warning in result.summary.get("warnings") or ()]
-    if warnings:
-        parts.append(_warnings(warnings))
+    remarks = [("warning:", str(text)) for text in result.summary.get("warnings") or ()]
+    remarks += [("note:", str(text)) for text in result.summary.get("notes") or ()]
+    if remarks:
+        parts.append(_remarks(remarks))
     return Group(*parts)
 
 
@@ -123,11 +124,11 @@ def _preemptions(summary: Mapping[str, Any]) -> str:
     return f"{text}, {plural(swapped, 'block')} swapped out" if swapped else text
 
 
-def _warnings(warnings: list[str]) -> Table:
+def _remarks(remarks: list[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(style="bold yellow", no_wrap=True)
+    grid.add_column(no_wrap=True)
     grid.add_column()
     grid.add_row("", "")
-    for warning in warnings:
-        grid.add_row("warning:", Text(warning))
+    for kind, text in remarks:
+        grid.add_row(Text(kind, style="bold yellow" if kind == "warning:" else "bold"), Text(text))
     return grid

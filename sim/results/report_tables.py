@@ -148,6 +148,7 @@ def provenance_html(result: Result) -> str:
     facts |= {
         str(key).replace("_", " "): value for key, value in provenance.items() if key not in ("kvtwin_version", "seed")
     }
+    facts |= {"requests": " ".join(f"{text}." for text in summary["notes"])} if summary.get("notes") else {}
     wall = number(summary.get("wall_time_s"))
     if wall is not None:
         facts["computed in"] = f"{seconds(wall)} on this computer, {count(summary.get('events'))} events"

@@ -23,12 +23,14 @@ def summarize(
     version: str,
     limits_s: Mapping[str, float] | None = None,
     warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
     wall_time_s: float = 0.0,
 ) -> dict[str, Any]:
     """The summary of a run; keys and units are those of `summary.json`.
 
     `limits_s` are the service-level limits of a single request by metric (`ttft`, `tpot`, `itl`, `e2el`); without them there is no
-    goodput. Latencies are over finished requests. Raises IntegrityError if requests were lost (I12).
+    goodput. `warnings` are sentences a reader must heed, `notes` say where the requests came from. Latencies are over
+    finished requests. Raises IntegrityError if requests were lost (I12).
     """
     import numpy as np
 
@@ -104,6 +106,7 @@ def summarize(
         "oom_events": 0,
         "kv_block_seconds": sum(recorder.integrals.block_fs for recorder in recorders) / FS_PER_S,
         "warnings": list(warnings),
+        "notes": list(notes),
     }
     return summary
 
