@@ -46,6 +46,9 @@ class Committed:
     """For each entry of `usage`: token slots in all block tables, a shared block counted for each holder."""
     written_tokens: int
     """Tokens in those tables once step 0 is computed; every further step adds one a decoding sequence."""
+    first_gap_fs: int | None
+    """Time from the end of the decode set's latest step before this plan to the end of its first step in it; None when
+    the set did not compute. The gaps of the later steps are their durations."""
 
 
 class EngineCore:
@@ -189,7 +192,7 @@ class EngineCore:
             draft = scheduler.draft(now_fs)
             copies += draft.copies
             self._note(draft, now_fs)
-            if draft.shares or len(scheduler.decode):
+            if draft.shares or (draft.decode and len(scheduler.decode)):
                 break
             if not (draft.preempted or draft.unservable):
                 self._assert_progress()
@@ -223,21 +226,25 @@ class EngineCore:
             raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
         usage, table_slots = self._leap(plan, result)
+        members = len(decode) if draft.decode else 0
         written = (
             decode.computed_tokens
-            + len(decode)
+            + members
             + sum(share.context_tokens + share.num_tokens for share in draft.shares.values())
         )
         idle = sum(r.num_computed_tokens for order, r in scheduler.catching_up.items() if order not in draft.shares)
-        decode.clock += result.steps
-        scheduler.last_step_end_fs = now_fs
+        first_gap_fs = None
+        if members:
+            first_end_fs = plan.start_fs + result.durations.before_fs(1)
+            first_gap_fs = first_end_fs - decode.last_end_fs
+            decode.advance(result.steps, first_end_fs, now_fs)
         self._step += result.steps
         self._plan = self._draft = None
         for request in self._leaving:
             self._share_done(draft, request)
-            was_decoding = request.decoding
+            got_token = request.decoding and draft.decode
             self._retire(request, now_fs)
-            request.num_tokens -= was_decoding  # the token of the last step was never delivered
+            request.num_tokens -= got_token  # the token of the last step was never delivered
             self._end(request, request.outcome or Outcome.ABORTED, request.reason, request.abort_fs or now_fs)
         self._leaving = []
         self._advance_shares(draft, now_fs)
@@ -248,7 +255,7 @@ class EngineCore:
                 finished[stopped.order] = stopped
         for order in sorted(finished):
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
-        return Committed(result.steps, usage, table_slots, written + idle)
+        return Committed(result.steps, usage, table_slots, written + idle, first_gap_fs)
 
     def check(self) -> None:
         """Verify the books: I1 to I5 after any event.
@@ -262,7 +269,7 @@ class EngineCore:
             tokens = scheduler.decode.computed(request)
             if order in shares:
                 tokens += shares[order].num_tokens
-            elif request.decoding and self._plan is not None:
+            elif request.decoding and self._draft is not None and self._draft.decode:
                 tokens += 1
             expected = blocks_for(tokens, self.config.block_size)
             if len(request.table) != expected:
@@ -302,7 +309,8 @@ class EngineCore:
     def _shape(self, draft: Draft) -> BatchShape:
         decode = self._scheduler.decode
         prefill: list[tuple[int, int]] = []
-        seqs, context, sampled = len(decode), decode.context_tokens, len(decode)
+        seqs = sampled = len(decode) if draft.decode else 0
+        context = decode.context_tokens if draft.decode else 0
         for share in draft.shares.values():
             sampled += share.samples
             if share.num_tokens == 1 and share.context_tokens and share.samples:
@@ -340,7 +348,7 @@ class EngineCore:
         future = self._future_blocks(ahead)
         scheduled = []
         for order, request in self._scheduler.running.items():
-            if request.decoding:
+            if request.decoding and draft.decode:
                 blocks = (*request.table.blocks, *future.get(order, ()))
                 scheduled.append(
                     ScheduledRequest(request.request_id, 1, decode.computed(request) + ahead, blocks, samples=True)
@@ -436,10 +444,11 @@ class EngineCore:
 
     def _log(self, step: int, start_fs: int, grown: dict[int, list[int]], decisions: Decisions) -> None:
         assert self._sink is not None
-        shares = self._draft.shares if self._draft is not None else {}
+        assert self._draft is not None
+        shares = self._draft.shares
         scheduled = []
         for order, request in self._scheduler.running.items():
-            if request.decoding:
+            if request.decoding and self._draft.decode:
                 scheduled.append((request.request_id, 1, grown.get(order, [])))
             elif order in shares:
                 scheduled.append((request.request_id, shares[order].num_tokens, shares[order].new_blocks))

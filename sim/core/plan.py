@@ -126,6 +126,13 @@ class Durations:
                 low = middle + 1
         return low
 
+    def without_first(self) -> Durations:
+        """All steps but the first."""
+        head, *rest = self.segments
+        if head.steps == 1:
+            return Durations(tuple(rest))
+        return Durations((Segment(head.steps - 1, head.first_fs + head.growth_fs, head.growth_fs), *rest))
+
     def prefix(self, steps: int) -> Durations:
         """The first `steps` steps."""
         kept: list[Segment] = []

@@ -149,10 +149,9 @@ class Request:
         self.anchor = 0
         self.finish_clock = 0
         self.decode_spans: list[tuple[int, int]] = []
-        """Intervals [joined, left) of the engine's step clock in which every step gave this request a token; its inter-token
-        gaps there are the durations of those steps."""
+        """Intervals [start, end) of the decode set's clock in which every step gave this request a token, a step's time after the one before."""
         self.other_gaps_fs: list[int] = []
-        """The remaining inter-token gaps, those that span missed steps."""
+        """The remaining inter-token gaps: the first in the decode set, and those that span missed steps."""
         self.abort_fs: int | None = None
         """When the client went away while a step with this request was out."""
         self.scheduled_fs: int | None = None

@@ -43,6 +43,8 @@ class Draft:
 
     budget: int
     """Tokens that may still be scheduled."""
+    decode: bool = True
+    """Whether the decode set computes in this step."""
     decode_blocks: dict[int, list[int]] = field(default_factory=dict)
     """New blocks of decode-set members, by admission order."""
     shares: dict[int, Share] = field(default_factory=dict)
@@ -80,8 +82,6 @@ class Scheduler:
         """Those of them with more to compute than the decode set's one token, or that missed a step."""
         self.table_blocks = 0
         """Entries in all block tables; a shared block counts once a holder."""
-        self.last_step_end_fs = 0
-        """When every decode-set member got its latest token."""
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
         """Prompt tokens looked up, and found, at first admissions; what a request finds of its own after a preemption does not count."""
@@ -159,7 +159,7 @@ class Scheduler:
             served[request.order] = num_tokens
             position += 1
         for request in [member for member in self.decode if member.order not in served]:
-            self.leave_decode(request)
+            self.decode.leave(request)
             self.catching_up[request.order] = request
         self.catching_up = dict(sorted(self.catching_up.items()))
 
@@ -208,7 +208,7 @@ class Scheduler:
     def _preempt(self, request: Request, now_fs: int) -> list[int]:
         """Take a running request's blocks and put it back in the queue, to be recomputed; returns the blocks."""
         if request.decoding:
-            self.leave_decode(request)
+            self.decode.leave(request)
         request.computed_high = max(request.computed_high, request.num_computed_tokens)
         released = self.release(request, "preempted", now_fs, reusable=True)
         self._remove(request)
@@ -296,11 +296,6 @@ class Scheduler:
 
     # -- bookkeeping shared with the engine -------------------------------------------------------------------------
 
-    def leave_decode(self, request: Request) -> None:
-        """Take a request out of the decode set; its latest token came with the last step."""
-        self.decode.leave(request)
-        request.last_token_fs = self.last_step_end_fs
-
     def release(self, request: Request, why: str, now_fs: int, *, reusable: bool) -> list[int]:
         """Give back all blocks of a running request that is not in the decode set.
 
@@ -320,7 +315,7 @@ class Scheduler:
     def retire(self, request: Request) -> None:
         """Take a running request out of the running set for good; its blocks are released separately."""
         if request.decoding:
-            self.leave_decode(request)
+            self.decode.leave(request)
         self._remove(request)
 
     def _hold(self, request: Request, change: int, now_fs: int) -> None:
