@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .admission import Admission, DefaultAdmission
+from .admission import Rejection
 from .blocks import BlockPool, IntegrityError
 from .config import EngineConfig
+from .draft import Draft, Share
 from .log import Decisions, DecisionSink
 from .need import blocks_for
 from .plan import BatchShape, ScheduledRequest, StepPlan, StepResult
-from .preemption import VICTIMS, VictimPolicy
+from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
 from .request import Outcome, Request, RequestSpec, State
-from .scheduler import Draft, Scheduler, Share
+from .scheduler import Scheduler
 from .tables import BlockTable, BlockTables
-from .waiting import QUEUES
 
 
 class ProgressError(RuntimeError):
@@ -58,22 +58,16 @@ class EngineCore:
         self,
         config: EngineConfig,
         *,
-        admission: Admission | None = None,
-        victim: VictimPolicy | None = None,
+        policy: Policy | None = None,
         decision_sink: DecisionSink | None = None,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_gpu_blocks)
         self.tables = BlockTables(self.pool, config.block_size, config.sliding_window)
         self._keys = KeyTable()
-        self._admission = DefaultAdmission(config) if admission is None else admission
-        self._scheduler = Scheduler(
-            config,
-            self.tables,
-            QUEUES[config.scheduling_policy](),
-            self._admission,
-            VICTIMS[config.scheduling_policy] if victim is None else victim,
-        )
+        policy = scheduling_policy(config) if policy is None else policy
+        self._admission = policy.admission(config)
+        self._scheduler = Scheduler(config, self.tables, self._admission, policy)
         self._requests: dict[str, Request] = {}
         self._next_seq = 0
         self._step = 0
@@ -83,6 +77,9 @@ class EngineCore:
         self._draft: Draft | None = None
         self._leaving: list[Request] = []
         self._ended: list[Request] = []
+        self.swapped_out_blocks = 0
+        self.swapped_in_blocks = 0
+        """Blocks copied to and from the CPU pool so far."""
 
     # -- what a world may ask ---------------------------------------------------------------------------------------
 
@@ -93,8 +90,8 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests."""
-        return len(self._scheduler.waiting)
+        """Queued requests, swapped ones included."""
+        return len(self._scheduler.waiting) + len(self._scheduler.swapped)
 
     @property
     def num_unfinished(self) -> int:
@@ -144,14 +141,12 @@ class EngineCore:
         )
         request.target_tokens = min(request.target_tokens, self.config.max_model_len)
         self._next_seq += 1
-        rejection = self._admission.arrive(spec)
+        rejection = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
         if rejection is not None:
-            request.finish_reason = rejection.code
-            request.retry_after_s = rejection.retry_after_s
-            self._end(request, Outcome.REJECTED, rejection.reason, now_fs)
-            self._decisions.rejected.append((spec.request_id, rejection.reason))
+            self._reject(request, rejection, now_fs)
             return Arrived(request, may_change_plan=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
+        self._scheduler.backlog_tokens += spec.input_tokens
         became_head = self._scheduler.waiting.add(request)
         return Arrived(request, may_change_plan=became_head and self.num_running < self.config.max_num_seqs)
 
@@ -168,6 +163,9 @@ class EngineCore:
         request.outcome, request.reason = outcome, reason
         if request.state is State.WAITING:
             self._scheduler.waiting.discard(request)
+            self._end(request, outcome, reason, now_fs)
+        elif request.state is State.SWAPPED:
+            self._scheduler.drop_swapped(request)
             self._end(request, outcome, reason, now_fs)
         elif self._plan is not None:
             request.abort_fs = now_fs
@@ -187,14 +185,12 @@ class EngineCore:
         if self._plan is not None:
             raise RuntimeError(f"step {self._plan.step} is under way; commit it before planning the next")
         scheduler = self._scheduler
-        copies: list[tuple[int, int]] = []
         while True:
             draft = scheduler.draft(now_fs)
-            copies += draft.copies
             self._note(draft, now_fs)
             if draft.shares or (draft.decode and len(scheduler.decode)):
                 break
-            if not (draft.preempted or draft.unservable):
+            if not draft.changed_queue:
                 self._assert_progress()
                 return None
         shape = self._shape(draft)
@@ -203,7 +199,9 @@ class EngineCore:
             repeat=self._repeat(draft, max_repeat),
             start_fs=now_fs,
             shape=shape,
-            copies=tuple(copies),
+            copies=tuple(self._decisions.copied),
+            swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
+            swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
@@ -279,6 +277,7 @@ class EngineCore:
         table_blocks = sum(request.held_blocks for request in scheduler.running.values())
         if scheduler.table_blocks != table_blocks:
             raise IntegrityError(f"{table_blocks} table entries exist, {scheduler.table_blocks} are counted")
+        self._scheduler.cpu_pool.check((request.request_id, request.cpu_blocks) for request in self._scheduler.swapped)
         in_system = self.num_running + self.num_waiting
         if in_system != self.num_unfinished:
             raise IntegrityError(
@@ -294,12 +293,18 @@ class EngineCore:
         decisions.released += draft.released
         decisions.admitted += [request.request_id for request in draft.admitted]
         decisions.copied += draft.copies
+        decisions.swapped_out += draft.swap_outs
+        decisions.swapped_in += draft.swap_ins
+        self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
+        self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
+        for request, rejection in draft.turned_away:
+            self._reject(request, rejection, now_fs)
         for request, reason in draft.unservable:
             self._end(request, Outcome.FAILED, reason, now_fs)
 
     def _assert_progress(self) -> None:
         if self.num_waiting and not self.num_running and not self.pool.num_quarantined:
-            head = self._scheduler.waiting.head()
+            head = self._scheduler.swapped[0] if self._scheduler.swapped else self._scheduler.waiting.head()
             assert head is not None
             raise ProgressError(
                 f"{self.num_waiting} requests wait and none can start, though nothing runs: the first, {head.request_id}, has "
@@ -323,7 +328,8 @@ class EngineCore:
             decode_seqs=seqs,
             decode_context_tokens=context,
             sampled_seqs=sampled,
-            copied_blocks=len(draft.copies),
+            copied_blocks=len(self._decisions.copied),
+            swapped_blocks=sum(len(pairs) for _, pairs in (*self._decisions.swapped_out, *self._decisions.swapped_in)),
         )
 
     def _repeat(self, draft: Draft, max_repeat: int | None) -> int:
@@ -333,7 +339,7 @@ class EngineCore:
         start later in the stretch: evicting a cached block it would have found costs it a hit and saves it a revival.
         """
         decode = self._scheduler.decode
-        if draft.shares or draft.preempted or draft.unservable or self._scheduler.catching_up:
+        if draft.shares or draft.changed_queue or self._scheduler.catching_up or not self._scheduler.steady:
             return 1
         limit = decode.steps_to_completion() or 1
         if max_repeat is not None:
@@ -411,6 +417,7 @@ class EngineCore:
             request.num_tokens += 1
             if request.first_token_fs is None:
                 request.first_token_fs = now_fs
+                scheduler.backlog_tokens -= request.spec.input_tokens
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
@@ -419,6 +426,7 @@ class EngineCore:
                 scheduler.decode.join(request)
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
+        self._scheduler.drain.ended(now_fs, request.spec.input_tokens, request.held_blocks)
         self._retire(request, now_fs)
         spec = request.spec
         capped = (
@@ -437,9 +445,16 @@ class EngineCore:
         )
         self._decisions.released.append((request.request_id, released))
 
+    def _reject(self, request: Request, rejection: Rejection, now_fs: int) -> None:
+        request.finish_reason = rejection.code
+        request.retry_after_s = rejection.retry_after_s
+        self._end(request, Outcome.REJECTED, rejection.reason, now_fs)
+        self._decisions.rejected.append((request.request_id, rejection.reason))
+
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
         request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
-        self._requests.pop(request.request_id, None)
+        if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
+            self._scheduler.backlog_tokens -= request.spec.input_tokens
         self._ended.append(request)
 
     def _log(self, step: int, start_fs: int, grown: dict[int, list[int]], decisions: Decisions) -> None:

@@ -178,10 +178,10 @@ class StepPlan:
     """Sizes of the first step; each repetition adds `decode_seqs` to `decode_context_tokens`."""
     copies: tuple[tuple[int, int], ...] = ()
     """Block copies `(source, destination)` that must be done before anything is written."""
-    swap_outs: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """`(request_id, block_ids)` to save to the CPU pool before anything is written."""
-    swap_ins: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """`(request_id, block_ids)` to restore from the CPU pool before they are read."""
+    swap_outs: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
+    """`(request_id, (device block, CPU block) pairs)` to save to the CPU pool before anything else is done."""
+    swap_ins: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
+    """`(request_id, (CPU block, device block) pairs)` to restore after the swap-outs and before anything is computed."""
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     admitted: tuple[str, ...] = ()

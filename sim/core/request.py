@@ -63,6 +63,7 @@ class State(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     ENDED = "ended"
 
 
@@ -88,6 +89,7 @@ class Request:
         "anchor",
         "arrival_fs",
         "computed_high",
+        "cpu_blocks",
         "decode_spans",
         "decoding",
         "ended_fs",
@@ -162,6 +164,8 @@ class Request:
         self.num_preemptions = 0
         self.recomputed_tokens = 0
         self.peak_blocks = 0
+        self.cpu_blocks: list[int] = []
+        """Blocks of the CPU pool that hold its KV while it is swapped out."""
         self.held_blocks = 0
         self.held_since_fs = 0
         self.kv_block_fs = 0
