@@ -151,7 +151,8 @@ class Request:
         self.anchor = 0
         self.finish_clock = 0
         self.decode_spans: list[tuple[int, int]] = []
-        """Intervals [start, end) of the decode set's clock in which every step gave this request a token, a step's time after the one before."""
+        """Intervals [start, end) of the decode set's clock in which every step gave this request a token, one step's time after
+        the token before."""
         self.other_gaps_fs: list[int] = []
         """The remaining inter-token gaps: the first in the decode set, and those that span missed steps."""
         self.abort_fs: int | None = None

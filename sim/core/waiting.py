@@ -77,7 +77,8 @@ class FcfsQueue:
 
 class KeyedQueue:
     """Smallest key first, ties by arrival; preempted requests take the place their key gives them. The key of a request is
-    computed when it is queued and must not depend on when that is."""
+    computed when it is queued and must not depend on when that is.
+    """
 
     steady = True
 
