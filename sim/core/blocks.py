@@ -155,6 +155,12 @@ class BlockPool:
                 self.num_cached -= 1
             self.index.drop(block_id)
 
+    def drop_cached(self) -> int:
+        """Forget the content of every free block; returns how many had any."""
+        dropped = [block_id for block_id in self._freed if block_id in self.index]
+        self.forget(dropped)
+        return len(dropped)
+
     def _queue(self, block_ids: list[int]) -> None:
         freed = self._freed
         self.num_free += len(block_ids)

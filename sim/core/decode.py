@@ -28,6 +28,7 @@ class DecodeSet:
         self._completions: list[tuple[int, int, Request]] = []
         self._size = 0
         self._anchor_sum = 0
+        self._dropped_sum = 0
         self.version = 0
         """Changes whenever the members change."""
 
@@ -50,12 +51,12 @@ class DecodeSet:
     @property
     def context_tokens(self) -> int:
         """Sum over members of the KV length that the next step reads, its new tokens included."""
-        return self._anchor_sum + self._size * (self.clock + 1)
+        return self._anchor_sum + self._size * (self.clock + 1) - self._dropped_sum
 
     @property
     def computed_tokens(self) -> int:
         """Sum over members of computed tokens."""
-        return self._anchor_sum + self._size * self.clock
+        return self._anchor_sum + self._size * self.clock - self._dropped_sum
 
     def join(self, request: Request) -> None:
         """Add a request that has one known token left to compute."""
@@ -68,6 +69,7 @@ class DecodeSet:
         heappush(self._completions, (request.finish_clock, request.order, request))
         self._size += 1
         self._anchor_sum += request.anchor
+        self._dropped_sum += request.dropped_tokens
 
     def leave(self, request: Request) -> None:
         """Remove a member and store its token counts."""
@@ -81,9 +83,21 @@ class DecodeSet:
         del self._by_residue[-request.anchor % self.block_size][request.order]
         self._size -= 1
         self._anchor_sum -= request.anchor
+        self._dropped_sum -= request.dropped_tokens
         if len(self._completions) > 64 + 2 * self._size:  # most entries belong to requests that left early
             self._completions = [entry for entry in self._completions if self._is_current(entry)]
             heapify(self._completions)
+
+    def retarget(self, request: Request, target_tokens: int) -> None:
+        """Let a member finish at another length, which is above its known tokens."""
+        request.target_tokens = target_tokens
+        request.finish_clock = self.clock + target_tokens - self.known(request)
+        heappush(self._completions, (request.finish_clock, request.order, request))
+
+    def drop(self, request: Request, tokens: int) -> None:
+        """A member's context lost `tokens` more tokens from its middle."""
+        request.dropped_tokens += tokens
+        self._dropped_sum += tokens
 
     def advance(self, steps: int, first_end_fs: int, end_fs: int) -> None:
         """Every member computed one token in each of `steps` steps, the first of which ended at `first_end_fs`, the last at `end_fs`.

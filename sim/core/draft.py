@@ -30,6 +30,8 @@ class Draft:
 
     budget: int
     """Tokens that may still be scheduled."""
+    budget_below_guard: int = 1 << 62
+    """Tokens of prompts that requests below the ladder's guard may still take."""
     decode: bool = True
     """Whether the decode set computes in this step."""
     decode_blocks: dict[int, list[int]] = field(default_factory=dict)

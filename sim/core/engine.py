@@ -12,9 +12,10 @@ from .admission import Rejection
 from .blocks import BlockPool, IntegrityError
 from .config import EngineConfig
 from .draft import Draft, Share
+from .ladder import Ladder, check_ladder
 from .log import Decisions, DecisionSink
 from .need import blocks_for
-from .plan import BatchShape, ScheduledRequest, StepPlan, StepResult
+from .plan import BatchShape, OomReport, ScheduledRequest, StepPlan, StepResult
 from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
 from .request import Outcome, Request, RequestSpec, State
@@ -40,6 +41,8 @@ class Committed:
     """What the steps that were committed amounted to, for whoever keeps the record."""
 
     steps: int
+    computed: int
+    """Those of them that computed something; all but the last if that ran out of memory."""
     usage: tuple[tuple[int, int], ...]
     """`(step index in the stretch, owned blocks from then on)`, from index 0."""
     table_slots: tuple[int, ...]
@@ -68,6 +71,14 @@ class EngineCore:
         policy = scheduling_policy(config) if policy is None else policy
         self._admission = policy.admission(config)
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
+        self._ladder = None
+        if policy.ladder is not None:
+            check_ladder(policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
+            self._ladder = Ladder(policy.ladder, self._scheduler.knobs)
+        self._ooms_in_a_row = 0
+        self._steps_since_oom = 0
+        self.oom_events = 0
+        """Steps that ran out of memory so far."""
         self._requests: dict[str, Request] = {}
         self._next_seq = 0
         self._step = 0
@@ -185,6 +196,7 @@ class EngineCore:
         if self._plan is not None:
             raise RuntimeError(f"step {self._plan.step} is under way; commit it before planning the next")
         scheduler = self._scheduler
+        self._climb(now_fs)
         while True:
             draft = scheduler.draft(now_fs)
             self._note(draft, now_fs)
@@ -223,24 +235,26 @@ class EngineCore:
         if not 1 <= result.steps <= plan.repeat:
             raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
+        computed = result.steps_computed
         usage, table_slots = self._leap(plan, result)
-        members = len(decode) if draft.decode else 0
-        written = (
-            decode.computed_tokens
-            + members
-            + sum(share.context_tokens + share.num_tokens for share in draft.shares.values())
-        )
+        members = len(decode) if draft.decode and computed else 0
+        written = decode.computed_tokens + members
+        for share in draft.shares.values():
+            written += share.context_tokens + (share.num_tokens if computed else 0)
         idle = sum(r.num_computed_tokens for order, r in scheduler.catching_up.items() if order not in draft.shares)
         first_gap_fs = None
         if members:
             first_end_fs = plan.start_fs + result.durations.before_fs(1)
             first_gap_fs = first_end_fs - decode.last_end_fs
-            decode.advance(result.steps, first_end_fs, now_fs)
+            decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
         self._step += result.steps
         self._plan = self._draft = None
+        if not computed:
+            scheduler.take_back(draft, now_fs)
+            draft.shares = {}
         for request in self._leaving:
             self._share_done(draft, request)
-            got_token = request.decoding and draft.decode
+            got_token = request.decoding and members > 0 and result.oom is None
             self._retire(request, now_fs)
             request.num_tokens -= got_token  # the token of the last step was never delivered
             self._end(request, request.outcome or Outcome.ABORTED, request.reason, request.abort_fs or now_fs)
@@ -253,7 +267,8 @@ class EngineCore:
                 finished[stopped.order] = stopped
         for order in sorted(finished):
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
-        return Committed(result.steps, usage, table_slots, written + idle, first_gap_fs)
+        self._learn_from(result.oom, plan.shape, now_fs)
+        return Committed(result.steps, computed, usage, table_slots, written + idle, first_gap_fs)
 
     def check(self) -> None:
         """Verify the books: I1 to I5 after any event.
@@ -284,12 +299,71 @@ class EngineCore:
                 f"{self.num_unfinished} requests are in the system, but {in_system} are running or waiting"
             )
 
+    # -- pressure ---------------------------------------------------------------------------------------------------
+
+    def _climb(self, now_fs: int) -> None:
+        """Let the ladder react to the state before this step, and carry out what its rungs do to running requests."""
+        ladder, scheduler = self._ladder, self._scheduler
+        if ladder is None:
+            return
+        changes = ladder.update(scheduler.view_at(now_fs))
+        self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in changes]
+        relief = Draft(budget=0)
+        for rung, on in changes:
+            if rung.action == "drop_cache" and on:
+                self.pool.drop_cached()
+        for rung in ladder.active:
+            if rung.action in ("pause", "swap_out"):
+                scheduler.pause_running(rung.value, rung.action, relief, now_fs)
+            elif rung.action in ("cap_running", "truncate"):
+                for request in [r for r in scheduler.running.values() if not scheduler.knobs.spares(r.spec.priority)]:
+                    if rung.action == "cap_running":
+                        scheduler.cap_output(request, int(rung.value), rung.action)
+                    elif blocks := scheduler.truncate_context(request, int(rung.value), now_fs):
+                        relief.released.append((request.request_id, blocks))
+        self._note(relief, now_fs)
+
+    def _learn_from(self, oom: OomReport | None, shape: BatchShape, now_fs: int) -> None:
+        """After a step that ran out of memory, go on with half its tokens; if that fails too, end the request that asks for most.
+
+        After 16 good steps the cap doubles, until it is gone.
+        """
+        scheduler = self._scheduler
+        if oom is None:
+            self._ooms_in_a_row = 0
+            self._steps_since_oom += 1
+            if scheduler.token_cap is not None and self._steps_since_oom % 16 == 0:
+                scheduler.token_cap *= 2
+                if scheduler.token_cap >= self.config.max_num_batched_tokens:
+                    scheduler.token_cap = None
+            return
+        self.oom_events += 1
+        self._ooms_in_a_row += 1
+        self._steps_since_oom = 0
+        if self._ladder is not None:
+            self._ladder.note_oom()
+        scheduler.token_cap = max(1, shape.num_tokens // 2)
+        if self._ooms_in_a_row > 1 and scheduler.running:
+            victim = max(
+                scheduler.running.values(),
+                key=lambda r: (r.num_tokens - r.num_computed_tokens if not r.decoding else 1, r.spec.priority, r.order),
+            )
+            reason = (
+                f"out of memory in {oom.op}: {oom.requested_bytes} bytes wanted, {oom.free_bytes} free, "
+                f"also after the step was cut to {shape.num_tokens} tokens"
+            )
+            self._retire(victim, now_fs)
+            self._end(victim, Outcome.FAILED, reason, now_fs)
+
     # -- parts of a plan --------------------------------------------------------------------------------------------
 
     def _note(self, draft: Draft, now_fs: int) -> None:
         """Move the decisions of a draft to the log, and end what it found unservable."""
         decisions = self._decisions
         decisions.preempted += [request.request_id for request in draft.preempted]
+        if self._ladder is not None:
+            for _ in draft.preempted:
+                self._ladder.note_preemption(self._scheduler.decode.clock)
         decisions.released += draft.released
         decisions.admitted += [request.request_id for request in draft.admitted]
         decisions.copied += draft.copies
@@ -342,9 +416,17 @@ class EngineCore:
         if draft.shares or draft.changed_queue or self._scheduler.catching_up or not self._scheduler.steady:
             return 1
         limit = decode.steps_to_completion() or 1
+        room = self.pool.num_free
+        if self._scheduler.token_cap is not None:
+            return 1
+        if self._ladder is not None:
+            until_change = self._ladder.blocks_until_change(self._scheduler.view)
+            if until_change is None:
+                return 1
+            room = min(room, until_change)
         if max_repeat is not None:
             limit = min(limit, max_repeat)
-        return 1 + decode.steps_that_fit(self.pool.num_free, 1, limit - 1)
+        return 1 + decode.steps_that_fit(room, 1, limit - 1)
 
     def _scheduled(self, ahead: int) -> tuple[ScheduledRequest, ...]:
         """The requests of step `ahead` of the plan that is out, in running order, with the tables they will have then."""
@@ -384,6 +466,10 @@ class EngineCore:
         slots = scheduler.table_blocks * block_size
         usage, table_slots = [(0, self.pool.num_owned)], [slots]
         for ahead in range(1, result.steps):
+            if ahead == result.steps_computed:
+                if self._sink is not None:  # it was begun, and took nothing
+                    self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), {}, Decisions())
+                break
             grown: dict[int, list[int]] = {}
             if decode.num_needing_block(ahead):
                 grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))

@@ -193,6 +193,16 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OomReport:
+    """A step that ran out of memory: the engine takes it back and goes on smaller."""
+
+    op: str
+    """What was being allocated: a ledger line or an operator."""
+    requested_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What came of a plan: how long each step took, and what the model said."""
 
@@ -203,10 +213,18 @@ class StepResult:
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled token ids a request, where a real model ran; empty in a simulation."""
 
+    oom: OomReport | None = None
+    """Set when the last of the steps failed for lack of memory: it took its time and computed nothing."""
+
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """Steps done, one that ran out of memory included."""
         return self.durations.steps
+
+    @property
+    def steps_computed(self) -> int:
+        """Steps whose tokens count."""
+        return self.steps - (self.oom is not None)
 
     @property
     def duration_s(self) -> float:
@@ -215,7 +233,8 @@ class StepResult:
 
     def cut(self, steps: int) -> StepResult:
         """The result of a stretch that was ended after `steps` steps."""
-        return StepResult(durations=self.durations.prefix(steps), stopped=self.stopped, tokens=self.tokens)
+        oom = self.oom if steps == self.steps else None
+        return StepResult(durations=self.durations.prefix(steps), stopped=self.stopped, tokens=self.tokens, oom=oom)
 
 
 class Executor(Protocol):

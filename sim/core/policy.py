@@ -8,6 +8,7 @@ from enum import Enum
 
 from .admission import Admission, default_admission
 from .config import EngineConfig
+from .ladder import LadderConfig
 from .preemption import VictimPolicy, last_admitted, worst_priority
 from .waiting import FcfsQueue, WaitingQueue, priority_queue
 
@@ -36,6 +37,8 @@ class Policy:
     """Who gives way when blocks run out."""
     batching: Batching = Batching.MIXED
     """What may share a step."""
+    ladder: LadderConfig | None = None
+    """Steps of degradation under pressure; None for an engine that only queues, preempts or fails."""
     swap: bool = False
     """Save a victim's blocks to the CPU pool, when it has room, instead of computing them again."""
 

@@ -92,6 +92,8 @@ class Request:
         "cpu_blocks",
         "decode_spans",
         "decoding",
+        "degraded",
+        "dropped_tokens",
         "ended_fs",
         "finish_clock",
         "finish_reason",
@@ -165,6 +167,10 @@ class Request:
         self.num_preemptions = 0
         self.recomputed_tokens = 0
         self.peak_blocks = 0
+        self.degraded: list[str] = []
+        """Rungs of the ladder that touched it, in order of first touch."""
+        self.dropped_tokens = 0
+        """Tokens in the middle of its context whose KV was given up (`truncate`)."""
         self.cpu_blocks: list[int] = []
         """Blocks of the CPU pool that hold its KV while it is swapped out."""
         self.held_blocks = 0
@@ -181,6 +187,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens sampled so far (not while `decoding`)."""
         return self.num_tokens - self.spec.input_tokens
+
+    def degrade(self, action: str) -> None:
+        """Note that a rung of the ladder touched this request."""
+        if action not in self.degraded:
+            self.degraded.append(action)
 
     def hold(self, change: int, now_fs: int) -> None:
         """Account for `change` blocks added to the table (or, when negative, given back)."""

@@ -12,11 +12,14 @@ from collections import deque
 
 from .admission import Admission, Rejection
 from .blocks import NO_BLOCK, BlockPool
+from .clock import to_s
 from .config import EngineConfig
 from .decode import DecodeSet
 from .draft import Draft, Share
+from .ladder import Knobs
 from .need import admission_blocks, blocks_for, skipped_blocks
 from .policy import Batching, Policy
+from .preemption import worst_priority
 from .request import Request, State
 from .tables import BlockTables
 from .view import DrainMeter, EngineView
@@ -41,6 +44,10 @@ class Scheduler:
         """Admitted requests by admission order; the oldest comes first."""
         self.catching_up: dict[int, Request] = {}
         """Those of them with more to compute than the decode set's one token, or that missed a step."""
+        self.knobs = Knobs()
+        """What the degradation ladder has turned."""
+        self.token_cap: int | None = None
+        """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
         self.view = EngineView(self)
         self.backlog_tokens = 0
@@ -60,7 +67,10 @@ class Scheduler:
 
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
-        draft = Draft(budget=self.config.max_num_batched_tokens)
+        draft = Draft(budget=self._step_budget())
+        if self.knobs.step_share < 1.0:
+            draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
+        self._shed(draft, now_fs)
         if self._policy.batching is Batching.PREFILL_FIRST:
             draft.decode = False
             self._serve_prompts(draft, now_fs)
@@ -77,14 +87,36 @@ class Scheduler:
             self._admit(draft, now_fs)
         return draft
 
+    def _step_budget(self) -> int:
+        """Tokens a step may compute: the configured budget, or less after a step that ran out of memory."""
+        budget = self.config.max_num_batched_tokens
+        return budget if self.token_cap is None else min(budget, self.token_cap)
+
+    def _allowed(self, request: Request, draft: Draft) -> int:
+        """Tokens this request may still take in the step; the ladder shrinks the prompts of those below its guard."""
+        if request.decoding or self.knobs.spares(request.spec.priority):
+            return draft.budget
+        if draft.budget_below_guard < draft.budget:
+            request.degrade("shrink_step")
+        return min(draft.budget, draft.budget_below_guard)
+
+    def _take(self, request: Request, num_tokens: int, draft: Draft) -> None:
+        draft.budget -= num_tokens
+        if not request.decoding and not self.knobs.spares(request.spec.priority):
+            draft.budget_below_guard -= num_tokens
+
     # -- running requests -----------------------------------------------------------------------------------------
 
     def _running_fits(self) -> bool:
         """Whether this step's need of all running requests is free."""
         need = self.decode.num_needing_block()
-        budget = self.config.max_num_batched_tokens - len(self.decode)
+        budget = self._step_budget() - len(self.decode)
+        if budget < 0:
+            return False  # not everybody can be served: in order, then
         for request in self.catching_up.values():
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            if num_tokens <= 0:
+                break
             need += self._tables.need(request.table, request.num_computed_tokens, num_tokens)
             budget -= num_tokens
         return need <= self.pool.num_free
@@ -163,14 +195,16 @@ class Scheduler:
     def _serve(self, request: Request, draft: Draft, now_fs: int) -> int | None:
         """Schedule a running request for what it lacks, within the budget; None when its blocks are not free."""
         computed = self.decode.computed(request)
-        num_tokens = min(self.decode.known(request) - computed, draft.budget)
+        num_tokens = min(self.decode.known(request) - computed, self._allowed(request, draft))
+        if not num_tokens:
+            return 0
         self._slide(request, computed, now_fs)
         allocation = self._tables.grow(request.table, computed, num_tokens)
         if allocation is None:
             return None
         self._hold(request, len(allocation.new_blocks), now_fs)
         draft.copies += allocation.copies
-        draft.budget -= num_tokens
+        self._take(request, num_tokens, draft)
         if request.decoding:
             draft.decode_blocks[request.order] = allocation.new_blocks
         else:
@@ -201,7 +235,8 @@ class Scheduler:
         self._slide(victim, victim.num_computed_tokens, now_fs)
         stop = blocks_for(victim.num_computed_tokens, self.config.block_size)
         kept = [block_id for block_id in victim.table.blocks[:stop] if block_id != NO_BLOCK]
-        cpu_blocks = self.cpu_pool.allocate(len(kept)) if self._policy.swap and kept else None
+        may_swap = self._policy.swap and kept and not victim.dropped_tokens
+        cpu_blocks = self.cpu_pool.allocate(len(kept)) if may_swap else None
         if cpu_blocks is not None:
             draft.swap_outs.append((victim.request_id, list(zip(kept, cpu_blocks, strict=True))))
             victim.cpu_blocks = cpu_blocks
@@ -211,7 +246,7 @@ class Scheduler:
         draft.released.append((victim.request_id, self.release(victim, why, now_fs, reusable=True)))
         self._remove(victim)
         if cpu_blocks is None:
-            victim.num_computed_tokens = 0
+            victim.num_computed_tokens = victim.dropped_tokens = 0
             victim.state = State.WAITING
             self.waiting.put_back(victim)
         self._admission.preempted(self.view_at(now_fs))
@@ -220,7 +255,7 @@ class Scheduler:
 
     def _admit(self, draft: Draft, now_fs: int) -> None:
         """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last."""
-        while self.swapped:
+        while self.swapped and not self._is_paused(self.swapped[0]):
             if not draft.budget or len(self.running) >= self.config.max_num_seqs or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
         while draft.budget and len(self.running) < self.config.max_num_seqs:
@@ -232,7 +267,9 @@ class Scheduler:
         """Bring back the first of the swapped, if its blocks and those of its next tokens are free."""
         request = self.swapped[0]
         computed = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - computed, draft.budget)
+        num_tokens = min(request.num_tokens - computed, self._allowed(request, draft))
+        if not num_tokens:
+            return False
         if outgrown := self._outgrown(request, *self._next_need(request, draft.budget)):
             self.drop_swapped(request)
             draft.unservable.append((request, outgrown))
@@ -248,7 +285,7 @@ class Scheduler:
         self._free_cpu_blocks(request)
         self._run(request, now_fs)
         self._hold(request, len(allocation.new_blocks), now_fs)
-        draft.budget -= num_tokens
+        self._take(request, num_tokens, draft)
         draft.admitted.append(request)
         draft.shares[request.order] = Share(request, num_tokens, computed, allocation.new_blocks)
         return True
@@ -256,6 +293,9 @@ class Scheduler:
     def _try_start(self, request: Request, draft: Draft, now_fs: int) -> bool:
         """Start the head of the queue, or send it away; False leaves it where it is."""
         config, tables = self.config, self._tables
+        if self._is_paused(request):
+            request.degrade("pause_admission")
+            return False
         if outgrown := self._outgrown(request, request.num_tokens, self._whole_blocks(request)):
             self.waiting.pop()  # preempted at a length at which it could not come back
             draft.unservable.append((request, outgrown))
@@ -263,9 +303,10 @@ class Scheduler:
         hits = self._find(request)
         hit_tokens = len(hits) * config.block_size
         missing = request.num_tokens - hit_tokens
-        if missing > draft.budget and not config.enable_chunked_prefill:
+        allowed = self._allowed(request, draft)
+        if not allowed or (missing > allowed and not config.enable_chunked_prefill):
             return False
-        num_tokens = min(missing, draft.budget)
+        num_tokens = min(missing, allowed)
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, self._prompt_blocks(request, hits))
@@ -281,23 +322,96 @@ class Scheduler:
         self._run(request, now_fs)
         request.num_computed_tokens = hit_tokens
         request.num_registered = len(hits)
+        cap = self.knobs.cap_new
+        if cap is not None and not self.knobs.spares(request.spec.priority):
+            self.cap_output(request, cap, "cap_new")
         if not request.num_preemptions:
             request.prefix_hit_tokens = hit_tokens
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
         self._hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
-        draft.budget -= num_tokens
+        self._take(request, num_tokens, draft)
         draft.admitted.append(request)
         draft.shares[request.order] = Share(request, num_tokens, hit_tokens, [*hits, *allocation.new_blocks])
         self._register(request, hit_tokens + num_tokens)
         return True
+
+    def _is_paused(self, request: Request) -> bool:
+        """Whether the ladder keeps this request out; never when nothing runs, or it would be kept out for ever."""
+        return bool(self.running) and not self.knobs.admit_below_guard and not self.knobs.spares(request.spec.priority)
+
+    def _shed(self, draft: Draft, now_fs: int) -> None:
+        """Send away queued requests that the ladder has given up on, as long as one of them is first."""
+        limit_s = self.knobs.shed_after_s
+        while limit_s is not None and (request := self.waiting.head()) is not None:
+            waited_s = to_s(now_fs - request.arrival_fs)
+            if self.knobs.spares(request.spec.priority) or waited_s < limit_s or request.num_preemptions:
+                return
+            self.waiting.pop()
+            request.degrade("shed")
+            ahead, rate = len(self.waiting), self.drain.requests_per_s(now_fs)
+            retry_s = None if rate is None else (ahead + 1) / rate
+            again = "" if retry_s is None else f"; {ahead} are ahead and {rate:.3g} leave a second, so try again in {retry_s:.1f} s"
+            draft.turned_away.append(
+                (
+                    request,
+                    Rejection(
+                        code="shed",
+                        http_status=503,
+                        reason=f"the server is busy: waited {waited_s:.1f} s at priority {request.spec.priority}{again}",
+                        retry_after_s=retry_s,
+                    ),
+                )
+            )
+
+    def cap_output(self, request: Request, output_tokens: int, action: str) -> None:
+        """Let a request finish after `output_tokens` tokens, or its next one, if that is sooner than it would."""
+        target = max(request.spec.input_tokens + output_tokens, self.decode.known(request) + 1)
+        if target < request.target_tokens:
+            request.degrade(action)
+            if request.decoding:
+                self.decode.retarget(request, target)
+            else:
+                request.target_tokens = target
+
+    def truncate_context(self, request: Request, keep_tokens: int, now_fs: int) -> list[int]:
+        """Give up a running request's blocks between its first and its last `keep_tokens` tokens; returns them.
+
+        What is left is an attention sink and a window (StreamingLLM, Xiao et al. 2024); the answer changes, and the request says so.
+        """
+        block_size = self.config.block_size
+        keep_from = max(self.decode.computed(request) - keep_tokens, 0) // block_size
+        middle = [block_id for block_id in request.table.blocks[1:keep_from] if block_id != NO_BLOCK]
+        if not middle:
+            return []
+        self.pool.release(middle, f"{request.request_id} (truncated)")
+        request.table.blocks[1:keep_from] = [NO_BLOCK] * (keep_from - 1)
+        self._hold(request, -len(middle), now_fs)
+        request.degrade("truncate")
+        if request.decoding:
+            self.decode.drop(request, len(middle) * block_size)
+        else:
+            request.dropped_tokens += len(middle) * block_size
+        return middle
+
+    def pause_running(self, usage: float, action: str, draft: Draft, now_fs: int) -> None:
+        """Take the blocks of running requests below the guard, least important first, until at most `usage` of the pool is owned."""
+        while self.pool.num_owned > usage * self.pool.num_blocks:
+            below = {o: r for o, r in self.running.items() if not self.knobs.spares(r.spec.priority)}
+            if not below or len(self.running) == 1:
+                return
+            victim = worst_priority(below)
+            if action == "swap_out" and self.cpu_pool.num_free < len(victim.table):
+                return
+            victim.degrade(action)
+            self._give_way(victim, draft, now_fs)
 
     def _find(self, request: Request) -> list[int]:
         """Blocks with the longest cached prefix of a waiting request.
 
         The last token is always computed: something must be sampled from it.
         """
-        if not self.config.enable_prefix_caching:
+        if not self._reuses(request):
             return []
         stop = (request.num_tokens - 1) // self.config.block_size
         if not request.num_preemptions:
@@ -305,6 +419,15 @@ class Scheduler:
         hits = self.pool.find(request.keys.keys(0, stop))
         passed = skipped_blocks(len(hits) * self.config.block_size, self.config.block_size, self.config.sliding_window)
         return [NO_BLOCK] * passed + hits[passed:]
+
+    def _reuses(self, request: Request) -> bool:
+        """Whether a request takes part in the prefix cache."""
+        if not self.config.enable_prefix_caching:
+            return False
+        if self.knobs.reuse or self.knobs.spares(request.spec.priority):
+            return True
+        request.degrade("no_reuse")
+        return False
 
     def _prompt_blocks(self, request: Request, hits: list[int]) -> int:
         """Blocks that the whole of a waiting request takes from the free queue, beyond its hits."""
@@ -341,7 +464,7 @@ class Scheduler:
         self.pool.forget(
             blocks[computed_blocks : request.num_registered]
         )  # registered for a step that will not be computed
-        if self.config.enable_prefix_caching:
+        if self._reuses(request) and not request.dropped_tokens:
             self._register_upto(request, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared))
         self._hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
@@ -360,6 +483,21 @@ class Scheduler:
     def _free_cpu_blocks(self, request: Request) -> None:
         self.cpu_pool.release(request.cpu_blocks, request.request_id)
         request.cpu_blocks = []
+
+    def take_back(self, draft: Draft, now_fs: int) -> None:
+        """Undo the allocations of a step that computed nothing."""
+        for order in draft.decode_blocks:
+            request = self.running[order]
+            self._shorten(request, self.decode.computed(request), now_fs)
+        for share in draft.shares.values():
+            computed_blocks = share.context_tokens // self.config.block_size
+            self.pool.forget(share.request.table.blocks[computed_blocks : share.request.num_registered])
+            share.request.num_registered = min(share.request.num_registered, computed_blocks)
+            self._shorten(share.request, share.context_tokens, now_fs)
+
+    def _shorten(self, request: Request, tokens: int, now_fs: int) -> None:
+        dropped = self._tables.truncate(request.table, tokens, f"{request.request_id} (step ran out of memory)")
+        self._hold(request, -sum(1 for block_id in dropped if block_id != NO_BLOCK), now_fs)
 
     def retire(self, request: Request) -> None:
         """Take a running request out of the running set for good; its blocks are released separately."""
@@ -380,7 +518,7 @@ class Scheduler:
 
     def _register(self, request: Request, computed_tokens: int) -> None:
         """Make blocks that will be full after this step findable at once: whoever finds them is computed after them."""
-        if not self.config.enable_prefix_caching:
+        if not self._reuses(request):
             return
         self._register_upto(request, min(computed_tokens // self.config.block_size, request.keys.num_shared))
 

@@ -113,6 +113,22 @@ class EngineView:
         return self._scheduler.pool.num_free
 
     @property
+    def num_owned_blocks(self) -> int:
+        """Blocks that somebody holds. Only meaningful between steps."""
+        return self._scheduler.pool.num_owned
+
+    @property
+    def blocks_needed_soon(self) -> int:
+        """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each."""
+        return 2 * len(self._scheduler.decode)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the next request to be tried has waited since it was sent."""
+        head = self._scheduler.waiting.head()
+        return to_s(self.now_fs - head.arrival_fs) if head is not None else 0.0
+
+    @property
     def num_running(self) -> int:
         """Admitted requests."""
         return len(self._scheduler.running)
