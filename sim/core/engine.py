@@ -159,7 +159,8 @@ class EngineCore:
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
         became_head = self._scheduler.waiting.add(request)
-        return Arrived(request, may_change_plan=became_head and self.num_running < self.config.max_num_seqs)
+        somebody_looks = self.num_running < self.config.max_num_seqs or self._ladder is not None
+        return Arrived(request, may_change_plan=became_head and somebody_looks)
 
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"

@@ -167,12 +167,12 @@ class Ladder:
         room = view.num_free_blocks
         for rung in self.config.rungs:
             if rung.signal == "kv_usage":
-                room = min(room, max(0, int(rung.on * view.num_blocks) - 1 - view.num_owned_blocks))
+                room = min(room, int(rung.on * view.num_blocks) - 1 - view.num_owned_blocks)
             elif rung.signal == "shortage":
                 room = min(room, view.num_free_blocks - view.blocks_needed_soon - 1)
             elif rung.signal == "preemptions" and self._preemption_clocks:
                 return None
-        return max(room, 0)
+        return room if room >= 0 else None
 
     def _signal(self, name: str, view: EngineView) -> float:
         if name == "kv_usage":
