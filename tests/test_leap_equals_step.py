@@ -1,0 +1,478 @@
+"""A leap over k steps leaves exactly what the k steps would have left (I13)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.core.clock import to_fs
+from sim.core.config import EngineConfig
+from sim.core.engine import EngineCore
+from sim.core.plan import BatchShape, Durations, ScheduledRequest, Segment, StepPlan, StepResult
+from sim.core.request import Namespace, Outcome, Request, RequestSpec
+from sim.costs.constant import FixedCost
+from sim.costs.protocol import CostModel
+from sim.results.recorder import RunRecord
+from sim.results.summary import mark_columns, request_columns, summarize, timeline_columns
+from sim.world import run_world
+from sim.world.executors import ModelExecutor
+
+TICK_S = 2.0**-10
+"""Arrivals and step times are whole ticks, which are whole femtoseconds: what can coincide does coincide, often and exactly."""
+TICK = to_fs(TICK_S)
+STEP_TICKS = 8
+"""Length of a step in the cases written by hand."""
+
+
+@dataclass(frozen=True)
+class Staircase:
+    """Decode steps that get longer by jumps, every `width` tokens of context: several segments a stretch."""
+
+    base_ticks: int
+    tread_ticks: int
+    width: int
+    name: str = "staircase"
+
+    def step_fs(self, shape: BatchShape) -> int:
+        context = shape.decode_context_tokens + sum(cached for _, cached in shape.prefill)
+        return TICK * (self.base_ticks + self.tread_ticks * (context // self.width) + shape.prefill_tokens)
+
+    def decode_stretch(self, decode_seqs: int, context_tokens: int, steps: int) -> Durations:
+        segments: list[Segment] = []
+        for step in range(steps):
+            context = context_tokens + step * decode_seqs
+            duration_fs = self.step_fs(BatchShape(decode_seqs=decode_seqs, decode_context_tokens=context))
+            if segments and segments[-1].first_fs == duration_fs:
+                segments[-1] = Segment(segments[-1].steps + 1, duration_fs)
+            else:
+                segments.append(Segment(1, duration_fs))
+        return Durations(tuple(segments))
+
+    def warnings(self) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run, but for how time passes in it."""
+
+    config: EngineConfig
+    cost: CostModel
+    requests: tuple[RequestSpec, ...]
+    replicas: int = 1
+    router: str = "round-robin"
+    max_concurrency: int | None = None
+
+    def run(self, *, stepping: bool, **hooks: object) -> RunRecord:
+        return run_world(
+            self.config,
+            self.cost,
+            self.requests,
+            replicas=self.replicas,
+            router=self.router,
+            max_concurrency=self.max_concurrency,
+            stepping=stepping,
+            check=True,
+            **hooks,
+        )
+
+
+def everything(scenario: Scenario, *, stepping: bool) -> dict[str, object]:
+    """All that a run leaves behind, without what a clock on the wall says."""
+    log: list[str] = []
+    record = scenario.run(stepping=stepping, decision_log=lambda entry: log.append(json.dumps(entry)))
+    summary = summarize(record, scenario={}, seed=0, version="", limits_s={"ttft": 0.1, "tpot": 0.02})
+    del summary["core_time_s"], summary["wall_time_s"]
+    return {
+        "decision log": log,
+        "summary": json.dumps(summary),
+        "requests": request_columns(record),
+        "timeline": timeline_columns(record),
+        "marks": mark_columns(record),
+    }
+
+
+def assert_leap_equals_step(scenario: Scenario) -> None:
+    leaping, stepping = everything(scenario, stepping=False), everything(scenario, stepping=True)
+    for part in stepping:
+        assert leaping[part] == stepping[part], part
+
+
+def at(ticks: int, name: str, input_tokens: int, output_tokens: int, **fields: object) -> RequestSpec:
+    """A request that arrives after `ticks`."""
+    return RequestSpec(
+        request_id=name, arrival_s=ticks * TICK_S, input_tokens=input_tokens, output_tokens=output_tokens, **fields
+    )
+
+
+# -- random worlds ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def request_lists(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
+    """Requests whose arrivals, cancellations and time-outs often fall on the end of a step, and on each other."""
+    growing = draw(st.booleans())  # short prompts and long answers: everybody is let in, and then there is not enough
+    span = draw(st.sampled_from([4, 2, 16]))
+    arrival_ticks = 0
+    made = []
+    for number in range(draw(st.integers(1, 9))):
+        arrival_ticks += draw(st.sampled_from([0, 1, 4, 8, 8, 16, 24, 61]))
+        output_tokens = draw(st.integers(20, 50) if growing else st.integers(1, 30))
+        ids = draw(st.sampled_from(["", "xxxx", "xx", "xxxxxx", "xxy", "y"]))
+        cap = draw(st.sampled_from([None, "tight", "loose", "short"]))
+        impatient = draw(st.sampled_from([None] * 6 + ["cancels", "times out", "either"]))
+        limit_s = draw(st.sampled_from([0, 4, 8, 16, 20, 24, 40, 64, 96])) * TICK_S
+        made.append(
+            RequestSpec(
+                request_id=f"r{number}",
+                arrival_s=arrival_ticks * TICK_S,
+                input_tokens=draw(st.integers(1, 8 if growing else 40)),
+                output_tokens=output_tokens,
+                max_tokens={None: None, "tight": output_tokens, "loose": output_tokens + 9, "short": 3}[cap],
+                priority=draw(st.integers(0, 2)),
+                content_ids=tuple(ids),
+                content_block_tokens=span if ids else 0,
+                namespace=Namespace(salt=draw(st.sampled_from(["", "", "", "s"]))),
+                cancel_after_s=limit_s if impatient in ("cancels", "either") else None,
+                timeout_s=limit_s if impatient in ("times out", "either") else None,
+            )
+        )
+    return tuple(made)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> EngineConfig:
+    """Engines from starved to comfortable."""
+    chunked = draw(st.sampled_from([True, True, True, False]))
+    max_num_seqs = draw(st.integers(1, 6))
+    block_size = draw(st.sampled_from([1, 2, 4, 8]))
+    return EngineConfig(
+        num_gpu_blocks=draw(st.sampled_from([24, 48, 64, 96, 300])) // block_size,
+        block_size=block_size,
+        max_model_len=draw(st.sampled_from([128, 48])),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([60, 10, 3, 0])) if chunked else 128,
+        enable_prefix_caching=draw(st.sampled_from([True, True, False])),
+        enable_chunked_prefill=chunked,
+        scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
+        reserve_full_prompt=draw(st.sampled_from([True, True, False])),
+        sliding_window=draw(st.sampled_from([None, None, None, 4, 9])),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
+    )
+
+
+smooth_costs = st.sampled_from(
+    [
+        FixedCost(8 * TICK_S),
+        FixedCost(8 * TICK_S, per_context_token_s=TICK_S / 4),
+        FixedCost(4 * TICK_S, per_token_s=TICK_S, per_seq_s=TICK_S),
+        FixedCost(3.3e-3, per_context_token_s=1.7e-6),
+    ]
+)
+staircases = st.builds(Staircase, st.integers(2, 8), st.integers(1, 8), st.sampled_from([5, 20, 50]))
+
+
+@settings(max_examples=400)
+@given(
+    st.builds(Scenario, configs(), smooth_costs, request_lists(), max_concurrency=st.sampled_from([None, None, 1, 3]))
+)
+def test_one_engine_leaves_the_same_whether_it_leaps_or_steps(scenario: Scenario) -> None:
+    assert_leap_equals_step(scenario)
+
+
+@settings(max_examples=100)
+@given(st.builds(Scenario, configs(), staircases, request_lists()))
+def test_a_stretch_of_several_segments_is_cut_and_summed_exactly(scenario: Scenario) -> None:
+    assert_leap_equals_step(scenario)
+
+
+several_replicas = st.sampled_from([2, 3])
+closed_loops = st.sampled_from([None, None, 2, 4])
+
+
+@settings(max_examples=100)
+@given(
+    st.builds(
+        Scenario,
+        configs(),
+        smooth_costs,
+        request_lists(),
+        several_replicas,
+        st.sampled_from(["round-robin", "least-requests"]),
+        closed_loops,
+    )
+)
+def test_several_replicas_leave_the_same_whether_they_leap_or_step(scenario: Scenario) -> None:
+    assert_leap_equals_step(scenario)
+
+
+@st.composite
+def staggered_lists(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
+    """Requests that arrive one by one while others are in the middle of long stretches."""
+    gaps = draw(st.lists(st.integers(1, 120), min_size=3, max_size=7))
+    arrivals = [sum(gaps[: i + 1]) for i in range(len(gaps))]
+    return tuple(
+        at(arrival, f"r{i}", draw(st.integers(1, 30)), draw(st.integers(1, 60))) for i, arrival in enumerate(arrivals)
+    )
+
+
+@settings(max_examples=100)
+@given(
+    st.builds(Scenario, configs(), smooth_costs, staggered_lists(), several_replicas, st.just("least-kv"), closed_loops)
+)
+def test_a_router_that_looks_at_the_pools_sees_the_same_whether_they_leap_or_step(scenario: Scenario) -> None:
+    assert_leap_equals_step(scenario)
+
+
+# -- the tables an executor is shown -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shown:
+    """An executor that keeps what every step was shown, under the number of the step; a later plan for it replaces it."""
+
+    core: EngineCore
+    cost: CostModel
+    steps: dict[int, tuple[ScheduledRequest, ...]] = field(default_factory=dict)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.steps |= {plan.step + ahead: plan.scheduled(ahead) for ahead in range(plan.repeat)}
+        return ModelExecutor(self.cost).execute(plan)
+
+
+def shown_steps(scenario: Scenario, *, stepping: bool) -> dict[int, tuple[ScheduledRequest, ...]]:
+    made: list[Shown] = []
+
+    def executor(core: EngineCore) -> Shown:
+        made.append(Shown(core, scenario.cost))
+        return made[-1]
+
+    scenario.run(stepping=stepping, executor=executor)
+    done = made[0].core.steps
+    return {step: shares for step, shares in made[0].steps.items() if step < done}
+
+
+@settings(max_examples=100)
+@given(st.builds(Scenario, configs(), smooth_costs, request_lists()))
+def test_every_step_of_a_stretch_is_shown_the_block_tables_it_would_have_alone(scenario: Scenario) -> None:
+    assert shown_steps(scenario, stepping=False) == shown_steps(scenario, stepping=True)
+
+
+# -- what happens inside a stretch, by hand ------------------------------------------------------------------------------
+
+
+def by_hand(*requests: RequestSpec, cost: CostModel | None = None, **settings: object) -> Scenario:
+    """A scenario on a roomy engine with steps of eight ticks, unless something else is asked for."""
+    config = {"num_gpu_blocks": 100, "block_size": 4, "max_model_len": 2048, "max_num_seqs": 8} | settings
+    config.setdefault("max_num_batched_tokens", 2048)
+    return Scenario(EngineConfig(**config), cost or FixedCost(STEP_TICKS * TICK_S), requests)
+
+
+def served(scenario: Scenario) -> dict[str, Request]:
+    """The requests after a leaping run that equals the stepping run."""
+    assert_leap_equals_step(scenario)
+    return {request.request_id: request for request in scenario.run(stepping=False).requests}
+
+
+def ticks(time_fs: int | None) -> float | None:
+    return None if time_fs is None else time_fs / TICK
+
+
+@pytest.mark.parametrize(
+    ("arrival", "started"),
+    [(24, 24), (25, 32), (31, 32), (32, 32)],
+    ids=["at the end of a step", "just after it", "just before the next end", "at the next end"],
+)
+def test_an_arrival_inside_a_stretch_starts_at_the_end_of_the_step_in_progress(arrival: int, started: int) -> None:
+    requests = served(by_hand(at(0, "long", 4, 50), at(arrival, "new", 4, 2)))
+    assert ticks(requests["new"].scheduled_fs) == started
+    assert ticks(requests["new"].ended_fs) == started + 2 * STEP_TICKS
+    assert ticks(requests["long"].ended_fs) == 50 * STEP_TICKS
+
+
+def test_an_arrival_one_femtosecond_after_a_step_waits_for_the_next() -> None:
+    late = RequestSpec(request_id="late", arrival_s=24 * TICK_S + 1e-15, input_tokens=4, output_tokens=2)
+    assert to_fs(late.arrival_s) == 24 * TICK + 1
+    assert ticks(served(by_hand(at(0, "long", 4, 50), late))["late"].scheduled_fs) == 32
+
+
+@pytest.mark.parametrize(("cancelled", "tokens"), [(24, 2), (25, 3), (31, 3), (32, 3), (33, 4)])
+def test_a_cancel_inside_a_stretch_drops_the_token_of_the_step_in_progress(cancelled: int, tokens: int) -> None:
+    """The step that ends at tick 24 gives the third token; a client that leaves at that very moment does not see it."""
+    leaves = at(0, "leaves", 4, 50, cancel_after_s=cancelled * TICK_S)
+    requests = served(by_hand(leaves, at(0, "stays", 4, 50)))
+    assert requests["leaves"].outcome is Outcome.ABORTED
+    assert requests["leaves"].num_output_tokens == tokens
+    assert ticks(requests["leaves"].ended_fs) == cancelled
+    assert ticks(requests["stays"].ended_fs) == 50 * STEP_TICKS
+
+
+def test_blocks_of_a_cancelled_request_return_when_the_step_in_progress_is_over() -> None:
+    """Four blocks: the second request needs what the first holds, and starts with the step after the cancellation."""
+    first = at(0, "first", 9, 7, cancel_after_s=20 * TICK_S)
+    requests = served(by_hand(first, at(1, "second", 8, 2), num_gpu_blocks=4))
+    assert ticks(requests["first"].ended_fs) == 20
+    assert ticks(requests["second"].scheduled_fs) == 24
+
+
+def test_a_time_out_inside_a_stretch_is_a_time_out() -> None:
+    requests = served(by_hand(at(0, "slow", 4, 50, timeout_s=20 * TICK_S), at(0, "other", 4, 50)))
+    assert requests["slow"].outcome is Outcome.TIMED_OUT
+    assert ticks(requests["slow"].ended_fs) == 20
+
+
+def test_a_cancel_of_a_queued_request_during_a_stretch_moves_nobody_else() -> None:
+    queued = at(2, "queued", 4, 4, cancel_after_s=18 * TICK_S)
+    requests = served(by_hand(at(0, "running", 4, 10), queued, at(3, "behind", 4, 4), max_num_seqs=1))
+    assert requests["queued"].outcome is Outcome.ABORTED
+    assert requests["queued"].scheduled_fs is None
+    assert ticks(requests["queued"].ended_fs) == 20
+    assert ticks(requests["running"].ended_fs) == 10 * STEP_TICKS
+    assert ticks(requests["behind"].scheduled_fs) == 10 * STEP_TICKS
+
+
+def test_a_cancel_of_the_head_of_the_queue_lets_the_next_start_at_the_end_of_the_step() -> None:
+    """Ten blocks: the head needs nine and waits, and blocks a small request behind it until it goes away at tick 20."""
+    head = at(2, "head", 36, 1, cancel_after_s=18 * TICK_S)
+    requests = served(by_hand(at(0, "running", 4, 20), head, at(3, "small", 4, 1), num_gpu_blocks=10))
+    assert requests["head"].scheduled_fs is None
+    assert ticks(requests["small"].scheduled_fs) == 24
+
+
+@pytest.mark.parametrize("arrival", [16, 20, 24])
+def test_a_rejection_during_a_stretch_is_logged_with_the_next_step(arrival: int) -> None:
+    scenario = by_hand(at(0, "running", 4, 10), at(arrival, "too long", 2000, 2000, max_tokens=2000))
+    assert served(scenario)["too long"].outcome is Outcome.REJECTED
+    log: list[dict[str, object]] = []
+    scenario.run(stepping=False, decision_log=log.append)
+    logged = [(entry["step"], name) for entry in log for name, _ in entry["rejected"]]
+    assert logged == [(-(-arrival // STEP_TICKS), "too long")]
+
+
+def test_two_cancels_in_one_step_cut_the_stretch_once() -> None:
+    requests = served(
+        by_hand(
+            at(0, "a", 4, 50, cancel_after_s=18 * TICK_S),
+            at(0, "b", 4, 50, cancel_after_s=21 * TICK_S),
+            at(0, "c", 4, 50),
+        )
+    )
+    assert [ticks(requests[name].ended_fs) for name in "abc"] == [18, 21, 50 * STEP_TICKS]
+    assert [requests[name].num_output_tokens for name in "abc"] == [2, 2, 50]
+
+
+def test_everybody_may_leave_in_the_same_step() -> None:
+    leaving = [at(0, name, 4, 50, cancel_after_s=(17 + i) * TICK_S) for i, name in enumerate("abc")]
+    requests = served(by_hand(*leaving, at(40, "later", 4, 2)))
+    assert [ticks(requests[name].ended_fs) for name in "abc"] == [17, 18, 19]
+    assert ticks(requests["later"].scheduled_fs) == 40
+
+
+@pytest.mark.parametrize("arrival", [73, 79, 80])
+def test_an_interruption_in_the_last_step_of_a_stretch_changes_nothing_of_it(arrival: int) -> None:
+    """The stretch ends by itself at tick 80, when the running request is done."""
+    requests = served(by_hand(at(0, "running", 4, 10), at(arrival, "new", 4, 2)))
+    assert ticks(requests["running"].ended_fs) == 80
+    assert ticks(requests["new"].scheduled_fs) == 80
+
+
+def test_a_client_that_leaves_at_the_moment_of_its_last_token_has_left() -> None:
+    requests = served(by_hand(at(0, "leaves", 4, 10, cancel_after_s=80 * TICK_S)))
+    assert requests["leaves"].outcome is Outcome.ABORTED
+    assert requests["leaves"].num_output_tokens == 9
+
+
+def test_arrivals_at_the_same_moment_start_together_in_their_order() -> None:
+    requests = served(by_hand(at(0, "long", 4, 50), at(20, "a", 4, 5), at(20, "b", 4, 5), at(20, "c", 4, 5)))
+    assert [ticks(requests[name].scheduled_fs) for name in "abc"] == [24, 24, 24]
+    assert requests["a"].order < requests["b"].order < requests["c"].order
+
+
+def test_a_shortage_of_blocks_ends_a_stretch_and_a_preemption_is_the_same_in_both() -> None:
+    """Two requests that grow to ten blocks each, in a pool of twelve."""
+    scenario = by_hand(at(0, "older", 8, 30), at(0, "younger", 8, 30), num_gpu_blocks=12)
+    requests = served(scenario)
+    assert requests["older"].num_preemptions == 0
+    assert requests["younger"].num_preemptions > 0
+    assert all(request.num_output_tokens == 30 for request in requests.values())
+
+
+def test_steps_that_cost_nothing_are_the_same_in_both() -> None:
+    served(by_hand(at(0, "a", 4, 20), at(1, "b", 4, 20, cancel_after_s=0.0), at(1, "c", 8, 3), cost=FixedCost(0.0)))
+
+
+def test_a_router_by_kv_use_counts_the_blocks_taken_since_a_stretch_began() -> None:
+    """After 39 steps the first replica's request is at eleven blocks, but its stretch began at two; the second's is at six."""
+    grows, newer, third = at(0, "grows", 4, 60), at(300, "newer", 20, 60), at(39 * STEP_TICKS + 4, "third", 4, 2)
+    config = by_hand().config
+    scenario = Scenario(config, FixedCost(STEP_TICKS * TICK_S), (grows, newer, third), replicas=2, router="least-kv")
+    expected = {"grows": 0, "newer": 1, "third": 1}
+    assert scenario.run(stepping=True).replica_of == expected
+    assert scenario.run(stepping=False).replica_of == expected
+
+
+# -- leaping really leaps ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counted:
+    """An executor that counts its calls and the steps they stood for."""
+
+    cost: CostModel
+    calls: Counter[str]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.calls["plans"] += 1
+        return ModelExecutor(self.cost).execute(plan)
+
+
+def plans_executed(scenario: Scenario, *, stepping: bool) -> tuple[int, int]:
+    """Executor calls, which are SimPy events of the replica, and engine steps."""
+    calls: Counter[str] = Counter()
+    record = scenario.run(stepping=stepping, executor=lambda core: Counted(scenario.cost, calls))
+    return calls["plans"], sum(recorder.core.steps for recorder in record.recorders)
+
+
+def test_a_thousand_decode_steps_are_one_event() -> None:
+    """One for the prompt and one for the other thousand tokens, though two hundred and fifty blocks are taken on the way."""
+    scenario = by_hand(at(0, "alone", 4, 1001), num_gpu_blocks=300)
+    assert plans_executed(scenario, stepping=False) == (2, 1001)
+    assert plans_executed(scenario, stepping=True) == (1001, 1001)
+
+
+def test_a_stretch_with_a_growing_step_time_is_still_one_event() -> None:
+    growing = FixedCost(8 * TICK_S, per_context_token_s=TICK_S)
+    scenario = by_hand(at(0, "alone", 4, 1001), num_gpu_blocks=300, cost=growing)
+    assert plans_executed(scenario, stepping=False) == (2, 1001)
+
+
+def test_arrivals_that_only_join_a_queue_cut_nothing() -> None:
+    queued = [at(10 + i, f"queued-{i}", 4, 1) for i in range(50)]
+    scenario = by_hand(at(0, "running", 4, 501), *queued, max_num_seqs=1, num_gpu_blocks=300)
+    plans, steps = plans_executed(scenario, stepping=False)
+    assert steps == 501 + 50
+    assert plans == 2 + 50
+
+
+def test_arrivals_behind_a_head_that_does_not_fit_cut_nothing() -> None:
+    """The head cuts the stretch when it arrives; those behind it cannot change the decision and do not."""
+    queued = [at(10 + i, f"queued-{i}", 4, 1) for i in range(50)]
+    scenario = by_hand(at(0, "running", 4, 401), at(9, "head", 800, 1), *queued, num_gpu_blocks=201, max_num_seqs=100)
+    plans, steps = plans_executed(scenario, stepping=False)
+    assert steps == 401 + 2  # the head with the one that fits beside it, and then everybody else
+    assert plans == 1 + 2 + 2
+
+
+def batch(sizes: Sequence[tuple[int, int]]) -> list[RequestSpec]:
+    return [at(0, f"r{i}", input_tokens, output_tokens) for i, (input_tokens, output_tokens) in enumerate(sizes)]
+
+
+def test_a_batch_takes_one_event_a_completion() -> None:
+    scenario = by_hand(*batch([(4, 100), (4, 200), (4, 300), (4, 400)]), num_gpu_blocks=1000)
+    assert plans_executed(scenario, stepping=False) == (1 + 4, 400)

@@ -1,0 +1,522 @@
+"""How requests end: exactly once, in every state, with every block back; and how the engine refuses to be misused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from sim.core.blocks import BlockPool, DoubleFreeError, IntegrityError
+from sim.core.clock import FS_PER_S
+from sim.core.plan import Durations, StepResult
+from sim.core.request import Outcome
+from sim.core.tables import BlockTable, BlockTables
+
+# -- departures in every state --------------------------------------------------------------------------------------------------
+#
+# Each of these brings "victim" into a state and returns the plan that is out then, if any. 16 blocks of 4, budget 16, at most 2
+# sequences. "other" is there to show that nobody else is harmed.
+
+SETTINGS = {"num_gpu_blocks": 16, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+
+
+def waiting_at_the_head(engine):
+    for name in ("first", "other", "victim", "behind"):
+        engine.add(name, 4, output_tokens=5)
+    engine.step()
+
+
+def waiting_in_the_middle(engine):
+    for name in ("first", "other", "ahead", "victim", "behind"):
+        engine.add(name, 4, output_tokens=5)
+    engine.step()
+
+
+def waiting_while_a_stretch_is_out(engine):
+    for name in ("first", "other", "victim", "behind"):
+        engine.add(name, 4, output_tokens=5)
+    engine.step()
+    return engine.plan()
+
+
+def between_two_chunks_of_its_prompt(engine):
+    engine.add("other", 4, output_tokens=5)
+    engine.add("victim", 40, output_tokens=5)
+    assert engine.step().tokens == {"other": 4, "victim": 12}
+
+
+def in_flight_in_its_first_chunk(engine):
+    engine.add("other", 4, output_tokens=5)
+    engine.add("victim", 40, output_tokens=5)
+    return engine.plan()
+
+
+def in_flight_in_a_later_chunk(engine):
+    between_two_chunks_of_its_prompt(engine)
+    return engine.plan()
+
+
+def in_flight_in_the_chunk_that_samples_its_first_token(engine):
+    engine.add("other", 4, output_tokens=5)
+    engine.add("victim", 12, output_tokens=5)
+    return engine.plan()
+
+
+def decoding_between_two_steps(engine):
+    engine.add("other", 4, output_tokens=9)
+    engine.add("victim", 6, output_tokens=9)
+    engine.step()
+    engine.step()
+
+
+def in_flight_in_a_decode_step(engine):
+    decoding_between_two_steps(engine)
+    return engine.plan(max_repeat=1)
+
+
+def in_flight_in_a_decode_stretch(engine):
+    decoding_between_two_steps(engine)
+    plan = engine.plan()
+    assert plan.repeat == 7
+    return plan
+
+
+def preempted_and_waiting(engine):
+    """Each has 8 blocks, all there are, and needs a ninth for its 33rd token: "victim", the younger, gives way."""
+    engine.add("other", 30, output_tokens=20)
+    victim = engine.add("victim", 30, output_tokens=20)
+    while not victim.num_preemptions:
+        engine.step()
+
+
+def preempted_by_the_plan_that_is_out(engine):
+    engine.add("other", 30, output_tokens=20)
+    victim = engine.add("victim", 30, output_tokens=20)
+    while True:
+        plan = engine.plan()
+        if victim.num_preemptions:
+            return plan
+        engine.commit(plan)
+
+
+def resumed_after_a_preemption_and_in_flight(engine):
+    preempted_and_waiting(engine)
+    while "victim" not in (plan := engine.plan()).admitted:
+        engine.commit(plan)
+    return plan
+
+
+def in_its_last_step(engine):
+    engine.add("other", 4, output_tokens=5)
+    engine.add("victim", 4, output_tokens=2)
+    engine.step()
+    return engine.plan(max_repeat=1)
+
+
+def in_its_only_step(engine):
+    engine.add("other", 4, output_tokens=5)
+    engine.add("victim", 4, output_tokens=1)
+    return engine.plan()
+
+
+STATES = {
+    state.__name__: state
+    for state in (
+        waiting_at_the_head,
+        waiting_in_the_middle,
+        waiting_while_a_stretch_is_out,
+        between_two_chunks_of_its_prompt,
+        in_flight_in_its_first_chunk,
+        in_flight_in_a_later_chunk,
+        in_flight_in_the_chunk_that_samples_its_first_token,
+        decoding_between_two_steps,
+        in_flight_in_a_decode_step,
+        in_flight_in_a_decode_stretch,
+        preempted_and_waiting,
+        preempted_by_the_plan_that_is_out,
+        resumed_after_a_preemption_and_in_flight,
+        in_its_last_step,
+        in_its_only_step,
+    )
+}
+
+
+def balance(log):
+    """By request: blocks the log says were given, less those it says were released."""
+    given: dict[str, Counter] = {}
+    for entry in log:
+        for request_id, blocks in entry["released"]:
+            given[request_id].subtract(blocks)
+        for request_id, _num_tokens, blocks in entry["scheduled"]:
+            given.setdefault(request_id, Counter()).update(blocks)
+    return {request_id: +counter + -counter for request_id, counter in given.items()}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.TIMED_OUT])
+@pytest.mark.parametrize("state", STATES)
+def test_a_departure_ends_a_request_once_and_returns_its_blocks(drive, state, outcome):
+    engine = drive(**SETTINGS)
+    plan = STATES[state](engine)
+    held_before = {ended.request_id for ended in engine.ended}
+    left_at_fs = engine.now_fs if plan is None else plan.start_fs + FS_PER_S // 2
+    engine.now_fs = left_at_fs
+
+    assert engine.abort("victim", outcome)
+    assert not engine.abort("victim", outcome)  # leaving twice changes nothing
+    assert not engine.abort("victim", Outcome.ABORTED)
+    if plan is not None:
+        engine.commit(plan, steps=1)
+    assert not engine.abort("victim", outcome)
+    assert [ended.request_id for ended in engine.ended if ended.request_id not in held_before] == ["victim"]
+    (victim,) = (ended for ended in engine.ended if ended.request_id == "victim")
+    assert (victim.outcome, victim.ended_fs) == (outcome, left_at_fs)
+    assert (victim.held_blocks, victim.table.blocks) == (0, [])
+
+    engine.run()
+    assert engine.pool.num_free == 16
+    assert Counter(ended.request_id for ended in engine.ended).most_common(1)[0][1] == 1
+    assert engine.core.num_unfinished == 0
+    others = [ended for ended in engine.ended if ended is not victim]
+    assert others
+    assert [(other.outcome, other.num_output_tokens) for other in others] == [
+        (Outcome.FINISHED, other.target_tokens - other.spec.input_tokens) for other in others
+    ]
+    engine.add("last", 1)  # a last step brings every release before it into the log
+    engine.run()
+    assert not balance(engine.log).get("victim")
+    assert not any(request_id == "victim" for entry in engine.log for request_id, _ in entry["rejected"])
+
+
+@pytest.mark.parametrize(
+    ("state", "tokens"),
+    [
+        ("waiting_at_the_head", 0),
+        ("between_two_chunks_of_its_prompt", 0),
+        ("in_flight_in_its_first_chunk", 0),
+        ("in_flight_in_the_chunk_that_samples_its_first_token", 0),
+        ("decoding_between_two_steps", 2),
+        ("in_flight_in_a_decode_step", 2),
+        ("in_flight_in_a_decode_stretch", 2),
+        ("in_its_last_step", 1),
+        ("in_its_only_step", 0),
+    ],
+)
+def test_the_token_of_the_step_in_which_a_client_left_was_not_delivered(drive, state, tokens):
+    engine = drive(**SETTINGS)
+    plan = STATES[state](engine)
+    engine.abort("victim")
+    if plan is not None:
+        engine.commit(plan, steps=1)
+    (victim,) = (ended for ended in engine.ended if ended.request_id == "victim")
+    assert victim.num_output_tokens == tokens
+    assert (victim.first_token_fs is None) is (tokens == 0)
+
+
+def test_in_a_stretch_the_tokens_of_the_steps_before_the_departure_were_delivered(drive):
+    """2 tokens before the stretch; the client leaves in its third step: 2 more."""
+    engine = drive(**SETTINGS)
+    plan = in_flight_in_a_decode_stretch(engine)
+    engine.now_fs = plan.start_fs + 2 * FS_PER_S + 1
+    engine.abort("victim")
+    engine.commit(plan, steps=3)
+    (victim,) = engine.ended
+    assert victim.num_output_tokens == 2 + 2
+
+
+@pytest.mark.parametrize("state", [name for name, state in STATES.items() if "in_flight" in name or "in_its" in name])
+def test_blocks_of_a_request_in_flight_stay_until_its_step_is_done(drive, state):
+    engine = drive(**SETTINGS)
+    plan = STATES[state](engine)
+    owned = engine.pool.num_owned
+    engine.abort("victim")
+    assert engine.pool.num_owned == owned
+    assert engine.ended == [] or all(ended.request_id != "victim" for ended in engine.ended)
+    tables = {share.request_id: share.block_table for share in plan.scheduled(0)}
+    assert "victim" in tables  # the executor still has everything it needs
+    engine.commit(plan, steps=1)
+    assert all(engine.pool.ref_cnt(block) == 0 for block in tables["victim"])
+
+
+def test_a_departure_at_time_zero_ended_at_time_zero(drive):
+    """A run starts at 0, and a client may leave at that very moment, with its step already out."""
+    engine = drive(**SETTINGS)
+    plan = in_flight_in_its_first_chunk(engine)
+    engine.abort("victim")
+    engine.commit(plan)
+    assert [(ended.request_id, ended.ended_fs) for ended in engine.ended] == [("victim", 0)]
+
+
+def test_everybody_may_leave_at_once(drive):
+    engine = drive(**SETTINGS)
+    names = ("first", "other", "victim", "behind")
+    plan = waiting_while_a_stretch_is_out(engine)
+    assert all(engine.abort(name) for name in names)
+    engine.commit(plan, steps=1)
+    assert sorted(ended.request_id for ended in engine.ended) == sorted(names)
+    assert engine.plan() is None
+    assert engine.pool.num_free == 16
+
+
+def test_nobody_known_cannot_leave(drive):
+    engine = drive(**SETTINGS)
+    engine.add("rejected", 100)
+    engine.add("finished", 1)
+    engine.run()
+    assert not engine.abort("rejected")
+    assert not engine.abort("finished")
+    assert not engine.abort("never seen")
+    assert [ended.outcome for ended in engine.ended] == [Outcome.REJECTED, Outcome.FINISHED]
+
+
+def test_what_an_aborted_request_shared_stays_findable(drive):
+    """Its step was computed, so its 3 full blocks are good: the next one of this content hits 12 of 13 tokens."""
+    engine = drive(**SETTINGS)
+    prompt = {"content_ids": (1, 2, 3, 4), "content_block_tokens": 4}
+    engine.add("victim", 13, output_tokens=5, **prompt)
+    plan = engine.plan()
+    engine.abort("victim")
+    engine.commit(plan)
+    assert engine.pool.num_cached == 3
+    again = engine.add("again", 13, **prompt)
+    assert engine.step().tokens == {"again": 1}
+    assert again.prefix_hit_tokens == 12
+
+
+def test_the_log_of_a_whole_run_returns_every_block_it_gave(drive):
+    """Also what the last steps released: nobody can verify a log whose end is missing."""
+    engine = drive(**SETTINGS)
+    engine.add("A", 4, output_tokens=5)
+    engine.add("B", 40, output_tokens=2)
+    engine.run()
+    assert engine.plan() is None
+    assert {request_id: dict(counter) for request_id, counter in balance(engine.log).items()} == {"A": {}, "B": {}}
+
+
+def test_the_log_of_a_run_shows_rejections_even_if_nothing_else_happens(drive):
+    engine = drive(**SETTINGS)
+    engine.add("never", 100)
+    assert engine.plan() is None
+    assert [request_id for entry in engine.log for request_id, _ in entry["rejected"]] == ["never"]
+
+
+# -- ends of other kinds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output_tokens", "max_tokens", "reason", "tokens"),
+    [(3, None, "stop", 3), (3, 5, "stop", 3), (5, 3, "length", 3), (3, 3, "length", 3), (1, 1, "length", 1)],
+)
+def test_a_request_stops_by_itself_or_at_its_cap(drive, output_tokens, max_tokens, reason, tokens):
+    engine = drive(**SETTINGS)
+    request = engine.add("A", 4, output_tokens=output_tokens, max_tokens=max_tokens)
+    engine.run()
+    assert (request.outcome, request.finish_reason, request.num_output_tokens) == (Outcome.FINISHED, reason, tokens)
+
+
+def test_what_the_model_says_ends_a_request_before_its_time(drive):
+    """An end-of-sequence token in the third step: 3 tokens, reason stop; the other goes on."""
+    engine = drive(**SETTINGS)
+    stopped = engine.add("A", 4, output_tokens=50, max_tokens=50)
+    other = engine.add("B", 4, output_tokens=5)
+    engine.step()
+    engine.step()
+    engine.commit(engine.plan(max_repeat=1), stopped=("A",))
+    assert (stopped.outcome, stopped.finish_reason, stopped.num_output_tokens) == (Outcome.FINISHED, "stop", 3)
+    engine.run()
+    assert other.num_output_tokens == 5
+    assert engine.pool.num_free == 16
+
+
+def test_times_of_a_request_are_those_of_its_steps(drive):
+    """A second a step: scheduled at 2, first token at 3, finished with 4 tokens at 6; blocks held: 1 for 1 s, then 2 for 3 s."""
+    engine = drive(**SETTINGS)
+    engine.now_fs = 2 * FS_PER_S
+    request = engine.add("A", 4, output_tokens=4)
+    engine.run()
+    times = (request.arrival_fs, request.scheduled_fs, request.first_token_fs, request.ended_fs)
+    assert [time_fs // FS_PER_S for time_fs in times] == [2, 2, 3, 6]
+    assert request.kv_block_fs == (1 * 1 + 2 * 3) * FS_PER_S
+
+
+# -- misuse -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_id_in_the_system_is_refused_and_one_that_ended_is_free(drive):
+    engine = drive(**SETTINGS)
+    engine.add("A", 4, output_tokens=3)
+    with pytest.raises(ValueError, match="request id 'A' is already in the system"):
+        engine.add("A", 8)
+    plan = engine.plan()
+    engine.abort("A")
+    with pytest.raises(ValueError, match="request id 'A' is already in the system"):
+        engine.add("A", 8)  # its step is still out
+    engine.commit(plan)
+    engine.add("A", 5)
+    assert engine.step().tokens == {"A": 5}  # and finds nothing of its namesake
+    assert [ended.outcome for ended in engine.ended] == [Outcome.ABORTED, Outcome.FINISHED]
+
+
+def test_a_second_plan_is_refused_while_one_is_out(drive):
+    engine = drive(**SETTINGS)
+    engine.add("A", 4, output_tokens=3)
+    plan = engine.plan()
+    with pytest.raises(RuntimeError, match="step 0 is under way; commit it before planning the next"):
+        engine.plan()
+    engine.commit(plan)
+    assert engine.plan().step == 1
+
+
+def result_of(steps):
+    return StepResult(durations=Durations.affine(steps, FS_PER_S, 0) if steps else Durations(()))
+
+
+def test_a_plan_of_somebody_else_is_refused(drive):
+    engine, elsewhere = drive(**SETTINGS), drive(**SETTINGS)
+    for one in (engine, elsewhere):
+        one.add("A", 4, output_tokens=3)
+    plan, foreign = engine.plan(), elsewhere.plan()
+    with pytest.raises(ValueError, match="the plan of step 0 is not the one under way"):
+        engine.core.commit(foreign, result_of(1), FS_PER_S)
+    engine.commit(plan)
+    with pytest.raises(ValueError, match="the plan of step 0 is not the one under way"):
+        engine.core.commit(plan, result_of(1), FS_PER_S)
+    assert engine.core.steps == 1
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_result_of_no_steps_or_of_too_many_is_refused(drive, steps):
+    engine = drive(**SETTINGS)
+    engine.add("A", 4, output_tokens=3)
+    engine.step()
+    plan = engine.plan()
+    assert plan.repeat == 2
+    with pytest.raises(ValueError, match=f"a result of {steps} steps for a plan of 2"):
+        engine.core.commit(plan, result_of(steps), engine.now_fs)
+    engine.commit(plan)  # refused means unchanged
+    assert engine.ended[0].num_output_tokens == 3
+
+
+def test_tables_of_a_committed_plan_are_refused(drive):
+    """They may be gone, and while another plan is out they would be another step's."""
+    engine = drive(**SETTINGS)
+    engine.add("A", 4, output_tokens=5)
+    old = engine.plan()
+    engine.commit(old)
+    with pytest.raises(RuntimeError, match="committed"):
+        old.scheduled(0)
+    engine.plan()
+    with pytest.raises(RuntimeError, match="committed"):
+        old.scheduled(0)
+
+
+@pytest.mark.parametrize("ahead", [-1, 4, 30])
+def test_steps_that_a_plan_does_not_have_are_refused(drive, ahead):
+    """`scheduled(i)` answers for i in [0, repeat)."""
+    engine = drive(**SETTINGS)
+    engine.add("A", 4, output_tokens=5)
+    engine.step()
+    plan = engine.plan()
+    assert plan.repeat == 4
+    with pytest.raises((IndexError, ValueError), match=f"{ahead}.*4"):
+        plan.scheduled(ahead)
+
+
+# -- the pool's own alarms --------------------------------------------------------------------------------------------------------
+
+
+def test_a_double_release_names_both_and_changes_nothing():
+    pool = BlockPool(4)
+    pool.allocate(2)
+    pool.release([2], "A (finished)")
+    with pytest.raises(
+        DoubleFreeError, match=r"block 2 is released twice: first by A \(finished\), now by B"
+    ) as caught:
+        pool.release([1, 2], "B (aborted)")
+    error = caught.value
+    assert (error.block_id, error.first, error.second) == (2, "A (finished)", "B (aborted)")
+    assert (pool.ref_cnt(1), pool.num_free) == (1, 3)
+    pool.check([("A", [1])])
+
+
+def test_a_release_behind_a_fence_is_a_release():
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.release(blocks, "A (aborted)", fence=1)
+    with pytest.raises(DoubleFreeError, match=r"first by A \(aborted\), now by B"):
+        pool.release(blocks, "B")
+    pool.pass_fence(1)
+    with pytest.raises(DoubleFreeError, match=r"first by A \(aborted\), now by B"):
+        pool.release(blocks, "B")
+    assert pool.num_free == 4
+
+
+@pytest.mark.parametrize(("blocks", "name"), [([1, 1], "A"), ([1, 2, 1], "A")])
+def test_a_list_that_names_a_block_twice_releases_it_twice(blocks, name):
+    pool = BlockPool(4)
+    pool.allocate(2)
+    with pytest.raises(DoubleFreeError, match="block 1 is released twice: first by A, now by A"):
+        pool.release(blocks, name)
+    assert pool.num_owned == 2
+
+
+def test_a_block_that_was_never_given_cannot_be_released():
+    pool = BlockPool(4)
+    pool.allocate(1)
+    with pytest.raises(DoubleFreeError, match=r"block 3 is released twice: first by nobody \(it was never allocated\)"):
+        pool.release([3], "A")
+
+
+def test_each_holder_of_a_shared_block_releases_it_once():
+    tables = BlockTables(BlockPool(4), block_size=4)
+    parent = BlockTable("parent")
+    tables.grow(parent, 0, 4)
+    child = tables.fork(parent, "child")
+    tables.release(parent, "parent (finished)")
+    assert tables.pool.num_owned == 1
+    tables.release(child, "child (finished)")
+    with pytest.raises(DoubleFreeError, match=r"first by child \(finished\), now by parent"):
+        tables.pool.release([1], "parent")
+
+
+def test_the_books_name_a_block_that_is_missing():
+    """Held by reference count, by no table, in no queue."""
+    pool = BlockPool(4)
+    pool.allocate(2)
+    pool.check([("A", [1, 2])])
+    with pytest.raises(IntegrityError, match="1 faults in a pool of 4 blocks: block 2 is missing") as caught:
+        pool.check([("A", [1])])
+    assert "its reference count is 1, held by nobody" in str(caught.value)
+
+
+def test_the_books_name_a_block_that_is_double():
+    """In a table and in the free queue."""
+    pool = BlockPool(4)
+    pool.allocate(2)
+    pool.release([2], "A (aborted)")
+    with pytest.raises(IntegrityError, match="block 2 is double: held by") as caught:
+        pool.check([("B", [1, 2])])
+    assert "['B']" in str(caught.value)
+    assert "last released by A (aborted)" in str(caught.value)
+
+
+def test_the_books_name_a_block_held_by_more_tables_than_references():
+    pool = BlockPool(4)
+    pool.allocate(1)
+    with pytest.raises(IntegrityError, match=r"block 1 is miscounted: its reference count is 1, held by \['A', 'B'\]"):
+        pool.check([("A", [1]), ("B", [1])])
+
+
+def test_the_books_name_a_block_nobody_ever_gave():
+    pool = BlockPool(4)
+    with pytest.raises(IntegrityError, match=r"block 3 is held by \['A'\] but was never allocated"):
+        pool.check([("A", [3])])
+
+
+def test_the_engine_notices_a_table_that_does_not_fit_its_tokens(drive):
+    """5 tokens need 2 blocks (I4)."""
+    engine = drive(**SETTINGS)
+    request = engine.add("A", 5, output_tokens=9)
+    engine.step()
+    engine.core.tables.truncate(request.table, 4, "a bug")
+    with pytest.raises(IntegrityError, match="A has 1 blocks for 5 tokens, which need 2"):
+        engine.core.check()
