@@ -48,6 +48,14 @@ class Admission(Protocol):
         """Hear that a running request lost its blocks."""
         ...
 
+    def withdraw(self, spec: RequestSpec, view: EngineView) -> None:
+        """Take back what `arrive` set aside for this request: it said yes, and another policy then said no."""
+        ...
+
+    def diagnose(self) -> tuple[str, ...]:
+        """Sentences for whoever reads the results: what this policy made requests wait for, when that is worth knowing."""
+        ...
+
 
 class AdmissionBase:
     """Lets everybody in; a policy overrides what it cares about."""
@@ -65,9 +73,16 @@ class AdmissionBase:
     def preempted(self, view: EngineView) -> None:
         """Nothing to learn from it."""
 
+    def withdraw(self, spec: RequestSpec, view: EngineView) -> None:
+        """Nothing was set aside."""
+
+    def diagnose(self) -> tuple[str, ...]:
+        """Nothing to say."""
+        return ()
+
 
 class Every(AdmissionBase):
-    """All of several policies: the first that objects decides."""
+    """All of several policies: the first that objects decides, and what the others set aside is given back (vLLM #58192)."""
 
     def __init__(self, policies: Sequence[Admission]) -> None:
         self.policies = tuple(policies)
@@ -75,7 +90,13 @@ class Every(AdmissionBase):
 
     def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
         """The first rejection."""
-        return next((said for policy in self.policies if (said := policy.arrive(spec, view)) is not None), None)
+        for position, policy in enumerate(self.policies):
+            said = policy.arrive(spec, view)
+            if said is not None:
+                for agreed in self.policies[:position]:
+                    agreed.withdraw(spec, view)
+                return said
+        return None
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
         """The first objection."""
@@ -90,9 +111,18 @@ class Every(AdmissionBase):
         for policy in self.policies:
             policy.preempted(view)
 
+    def withdraw(self, spec: RequestSpec, view: EngineView) -> None:
+        """Everybody gives back."""
+        for policy in self.policies:
+            policy.withdraw(spec, view)
+
+    def diagnose(self) -> tuple[str, ...]:
+        """What each has to say."""
+        return tuple(sentence for policy in self.policies for sentence in policy.diagnose())
+
 
 class CanEverFit(AdmissionBase):
-    """Turn away at once what can never be served: beyond the context, the pool, or (without chunked prefill) a step's budget.
+    """Turn away at once what can never be served: what is longer than the context or larger than the pool.
 
     vLLM V1 lacks the second rule, and a request longer than the pool blocks its queue for ever (#39734).
     """
@@ -129,15 +159,6 @@ class CanEverFit(AdmissionBase):
                 reason=(
                     f"{spec.input_tokens} prompt + {output_tokens} output tokens need {need} KV blocks of {config.block_size} tokens, "
                     f"but the whole pool has {config.num_gpu_blocks} ({config.num_gpu_blocks * config.block_size} tokens)"
-                ),
-            )
-        if not config.enable_chunked_prefill and slots > config.max_num_batched_tokens:
-            return Rejection(
-                code="exceeds_token_budget",
-                http_status=413,
-                reason=(
-                    f"up to {slots} tokens must be (re)computed in one step, "
-                    f"but max_num_batched_tokens is {config.max_num_batched_tokens}"
                 ),
             )
         return None

@@ -505,6 +505,7 @@ class EngineCore:
             if request.first_token_fs is None:
                 request.first_token_fs = now_fs
                 scheduler.backlog_tokens -= request.spec.input_tokens
+                scheduler.drain.prompt_done(now_fs, request.arrival_fs, request.spec.input_tokens)
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
@@ -513,9 +514,10 @@ class EngineCore:
                 scheduler.decode.join(request)
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
-        self._scheduler.drain.ended(now_fs, request.spec.input_tokens, request.held_blocks)
+        held_blocks = request.held_blocks
         self._retire(request, now_fs)
         spec = request.spec
+        self._scheduler.drain.ended(now_fs, spec, held_blocks, request.num_output_tokens)
         capped = (
             request.num_output_tokens >= (spec.max_tokens or spec.output_tokens + 1)
             or request.num_tokens >= self.config.max_model_len

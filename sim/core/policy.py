@@ -10,6 +10,7 @@ from .admission import Admission, default_admission
 from .config import EngineConfig
 from .ladder import LadderConfig
 from .preemption import VictimPolicy, last_admitted, worst_priority
+from .view import EngineView
 from .waiting import FcfsQueue, WaitingQueue, priority_queue
 
 
@@ -31,8 +32,8 @@ class Policy:
     name: str = "vllm-v1"
     admission: Callable[[EngineConfig], Admission] = default_admission
     """Who may enter, and when."""
-    queue: Callable[[], WaitingQueue] = FcfsQueue
-    """In which order the waiting are tried."""
+    queue: Callable[[EngineView], WaitingQueue] = FcfsQueue
+    """In which order the waiting are tried; most orders do not look at the view."""
     victim: VictimPolicy = last_admitted
     """Who gives way when blocks run out."""
     batching: Batching = Batching.MIXED

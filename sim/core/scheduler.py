@@ -17,12 +17,13 @@ from .config import EngineConfig
 from .decode import DecodeSet
 from .draft import Draft, Share
 from .ladder import Knobs
+from .meters import DrainMeter
 from .need import admission_blocks, blocks_for, skipped_blocks
 from .policy import Batching, Policy
 from .preemption import worst_priority
 from .request import Request, State
 from .tables import BlockTables
-from .view import DrainMeter, EngineView
+from .view import EngineView
 
 
 class Scheduler:
@@ -35,7 +36,6 @@ class Scheduler:
         self._admission = admission
         self._policy = policy
         self._next_order = 0
-        self.waiting = policy.queue()
         self.swapped: deque[Request] = deque()
         """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
         self.cpu_pool = BlockPool(config.num_cpu_blocks)
@@ -50,6 +50,7 @@ class Scheduler:
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
         self.view = EngineView(self)
+        self.waiting = policy.queue(self.view)
         self.backlog_tokens = 0
         """Prompt tokens of all requests that have not got their first token."""
         self.table_blocks = 0
@@ -67,6 +68,7 @@ class Scheduler:
 
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
+        self.view_at(now_fs)
         draft = Draft(budget=self._step_budget())
         if self.knobs.step_share < 1.0:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
@@ -164,7 +166,7 @@ class Scheduler:
                 )
                 continue
             while (num_tokens := self._serve(request, draft, now_fs)) is None:
-                victim = self._policy.victim(self.running)
+                victim = self._policy.victim(self.running, self.decode.known)
                 place = order.index(victim)
                 del order[place]
                 position -= place < position
@@ -400,7 +402,7 @@ class Scheduler:
             below = {o: r for o, r in self.running.items() if not self.knobs.spares(r.spec.priority)}
             if not below or len(self.running) == 1:
                 return
-            victim = worst_priority(below)
+            victim = worst_priority(below, self.decode.known)
             if action == "swap_out" and self.cpu_pool.num_free < len(victim.table):
                 return
             victim.degrade(action)

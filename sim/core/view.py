@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .clock import to_s
-from .need import blocks_for, slots_needed
+from .meters import DrainMeter
+from .need import admission_blocks, slots_needed
 from .request import Request, RequestSpec
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class RunningView:
     def held_blocks(self) -> int:
         """Blocks in its table."""
         return self._request.held_blocks
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV exists: less than `num_tokens` - 1 while its prompt is being computed."""
+        return self._scheduler.decode.computed(self._request)
 
 
 class EngineView:
@@ -139,6 +145,11 @@ class EngineView:
         return len(self._scheduler.waiting) + len(self._scheduler.swapped)
 
     @property
+    def num_in_flight(self) -> int:
+        """Requests in the engine, running or queued."""
+        return self.num_running + self.num_waiting
+
+    @property
     def waiting_prompt_tokens(self) -> int:
         """Prompt tokens of queued requests and of those still computing their prompt."""
         return self._scheduler.backlog_tokens
@@ -149,49 +160,36 @@ class EngineView:
         return self._scheduler.decode.clock
 
     @property
+    def decode_version(self) -> int:
+        """Changes whenever a request starts or stops decoding; while it stands still, each of them gains a token a decode step."""
+        return self._scheduler.decode.version
+
+    @property
+    def all_decoding(self) -> bool:
+        """Whether every running request gains exactly one token a decode step: none is computing its prompt or catching up."""
+        return not self._scheduler.catching_up
+
+    @property
     def drain(self) -> DrainMeter:
-        """How fast requests have been leaving lately."""
+        """How fast prompts are computed and requests leave, and how long their outputs were."""
         return self._scheduler.drain
 
     def running(self) -> Iterator[RunningView]:
         """The running requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
         return (RunningView(request, self._scheduler) for request in self._scheduler.running.values())
 
+    def output_cap(self, spec: RequestSpec | RunningView) -> int:
+        """Most output tokens a request can come to: its client's cap, or else what the context has room for."""
+        room = self.max_model_len - spec.input_tokens
+        return room if spec.max_tokens is None else min(spec.max_tokens, room)
+
     def blocks_to_finish(self, spec: RequestSpec | RunningView, output_tokens: int) -> int:
-        """Blocks a request holds when it has produced `output_tokens` tokens."""
-        tokens = min(spec.input_tokens + output_tokens, self.max_model_len)
-        return blocks_for(slots_needed(spec.input_tokens, max(tokens - spec.input_tokens, 1)), self.block_size)
-
-
-class DrainMeter:
-    """How fast the engine gives room back: the last completions and prompt tokens served, with their times."""
-
-    _KEEP = 64
-
-    def __init__(self) -> None:
-        self._times_fs: list[int] = []
-        self._tokens: list[int] = []
-        self._blocks: list[int] = []
-
-    def ended(self, now_fs: int, prompt_tokens: int, blocks: int) -> None:
-        """A request has left after being served."""
-        for values, value in ((self._times_fs, now_fs), (self._tokens, prompt_tokens), (self._blocks, blocks)):
-            values.append(value)
-            if len(values) > self._KEEP:
-                del values[0]
-
-    def _per_s(self, amount: int, now_fs: int) -> float | None:
-        elapsed_fs = now_fs - self._times_fs[0] if len(self._times_fs) > 1 else 0
-        return amount * 1e15 / elapsed_fs if elapsed_fs > 0 else None
-
-    def requests_per_s(self, now_fs: int) -> float | None:
-        """Requests that leave a second, over the last 64; None before two have left."""
-        return self._per_s(len(self._times_fs) - 1, now_fs)
-
-    def prompt_tokens_per_s(self, now_fs: int) -> float | None:
-        """Prompt tokens of requests that leave a second."""
-        return self._per_s(sum(self._tokens[1:]), now_fs)
-
-    def blocks_per_s(self, now_fs: int) -> float | None:
-        """KV blocks that requests give back a second as they leave."""
-        return self._per_s(sum(self._blocks[1:]), now_fs)
+        """Blocks a request holds when it has produced `output_tokens` tokens, or, with a sliding window, the most it holds until then."""
+        config = self._scheduler.config
+        return admission_blocks(
+            slots_needed(spec.input_tokens, max(output_tokens, 1)),
+            config.block_size,
+            window=config.sliding_window,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+        )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .request import Request, State
+
+if TYPE_CHECKING:
+    from .view import EngineView
 
 
 class WaitingQueue(Protocol):
@@ -43,7 +46,7 @@ class FcfsQueue:
 
     steady = True
 
-    def __init__(self) -> None:
+    def __init__(self, view: EngineView | None = None) -> None:
         self._queue: deque[Request] = deque()
         self._ended = 0
 
@@ -115,19 +118,14 @@ class KeyedQueue:
         self._ended += 1
 
 
-def priority_queue() -> KeyedQueue:
+def priority_queue(view: EngineView | None = None) -> KeyedQueue:
     """Strictly by priority, smallest first (vLLM V1 priority scheduling)."""
     return KeyedQueue(lambda request: request.spec.priority)
 
 
-def aging_queue(fs_per_level: int) -> KeyedQueue:
-    """By priority, where waiting `fs_per_level` is worth one level: nobody starves.
+def aging_queue(fs_per_level: int) -> Callable[[EngineView], KeyedQueue]:
+    """Makes queues by priority, where waiting `fs_per_level` is worth one level: nobody starves.
 
     All requests age alike, so the order of two never changes and the key is fixed: arrival + priority x fs_per_level.
     """
-    return KeyedQueue(lambda request: request.arrival_fs + request.spec.priority * fs_per_level)
-
-
-def shortest_first_queue(predict_tokens: Callable[[Request], float]) -> KeyedQueue:
-    """Smallest predicted remaining work first; `predict_tokens` sees the request and must not use its true length."""
-    return KeyedQueue(predict_tokens)
+    return lambda view: KeyedQueue(lambda request: request.arrival_fs + request.spec.priority * fs_per_level)
