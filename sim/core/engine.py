@@ -196,6 +196,8 @@ class EngineCore:
         """
         if self._plan is not None:
             raise RuntimeError(f"step {self._plan.step} is under way; commit it before planning the next")
+        if max_repeat is not None and max_repeat < 1:
+            raise ValueError(f"max_repeat is {max_repeat}; a plan has at least 1 step")
         scheduler = self._scheduler
         self._climb(now_fs)
         while True:
@@ -207,8 +209,9 @@ class EngineCore:
                 self._assert_progress()
                 return None
         shape = self._shape(draft)
+        step = self._step
         plan = StepPlan(
-            step=self._step,
+            step=step,
             repeat=self._repeat(draft, max_repeat),
             start_fs=now_fs,
             shape=shape,
@@ -218,7 +221,7 @@ class EngineCore:
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
-            scheduled=self._scheduled,
+            scheduled=lambda ahead: self._scheduled(step, ahead),
         )
         self._plan, self._draft = plan, draft
         if self._sink is not None:
@@ -240,9 +243,10 @@ class EngineCore:
         usage, table_slots = self._leap(plan, result)
         members = len(decode) if draft.decode and computed else 0
         written = decode.computed_tokens + members
-        for share in draft.shares.values():
-            written += share.context_tokens + (share.num_tokens if computed else 0)
-        idle = sum(r.num_computed_tokens for order, r in scheduler.catching_up.items() if order not in draft.shares)
+        for order, request in scheduler.catching_up.items():
+            share = draft.shares.get(order)
+            written += request.num_computed_tokens + (share.num_tokens if share and computed else 0)
+            written -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
         first_gap_fs = None
         if members:
             first_end_fs = plan.start_fs + result.durations.before_fs(1)
@@ -258,18 +262,32 @@ class EngineCore:
             got_token = request.decoding and members > 0 and result.oom is None
             self._retire(request, now_fs)
             request.num_tokens -= got_token  # the token of the last step was never delivered
-            self._end(request, request.outcome or Outcome.ABORTED, request.reason, request.abort_fs or now_fs)
+            self._end(
+                request,
+                request.outcome or Outcome.ABORTED,
+                request.reason,
+                now_fs if request.abort_fs is None else request.abort_fs,
+            )
         self._leaving = []
         self._advance_shares(draft, now_fs)
         finished = {request.order: request for request in decode.completed()}
         finished |= {r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens}
         for request_id in result.stopped:
-            if (stopped := self._requests.get(request_id)) is not None:
-                finished[stopped.order] = stopped
+            if (stopped := self._requests.get(request_id)) is None:
+                continue  # its client left during the step: this output comes too late
+            if stopped.state is not State.RUNNING or decode.known(stopped) <= stopped.spec.input_tokens:
+                raise ValueError(f"the result says that {request_id!r} stopped, but it got no token in this plan")
+            finished[stopped.order] = stopped
         for order in sorted(finished):
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
         self._learn_from(result.oom, plan.shape, now_fs)
-        return Committed(result.steps, computed, usage, table_slots, written + idle, first_gap_fs)
+        return Committed(result.steps, computed, usage, table_slots, written, first_gap_fs)
+
+    def close(self, now_fs: int) -> None:
+        """The run is over: log what was decided after the last step."""
+        if self._sink is not None and self._decisions.any:
+            self._sink(self._decisions.entry(self._step, []), now_fs)
+        self._decisions = Decisions()
 
     def check(self) -> None:
         """Verify the books: I1 to I5 after any event.
@@ -429,10 +447,15 @@ class EngineCore:
             limit = min(limit, max_repeat)
         return 1 + decode.steps_that_fit(room, 1, limit - 1)
 
-    def _scheduled(self, ahead: int) -> tuple[ScheduledRequest, ...]:
-        """The requests of step `ahead` of the plan that is out, in running order, with the tables they will have then."""
-        if self._draft is None or self._plan is None:
-            raise RuntimeError("the plan has been committed: its tables may be gone")
+    def _scheduled(self, step: int, ahead: int) -> tuple[ScheduledRequest, ...]:
+        """The requests of step `step + ahead`, in running order, with the tables they will have then.
+
+        Raises RuntimeError if the plan that starts at `step` is not out any more, ValueError if it has no such step.
+        """
+        if self._draft is None or self._plan is None or self._plan.step != step:
+            raise RuntimeError(f"the plan of step {step} has been committed: its tables may be gone")
+        if not 0 <= ahead < self._plan.repeat:
+            raise ValueError(f"step {ahead} of a plan of {self._plan.repeat} steps was asked for; they count from 0")
         decode, draft = self._scheduler.decode, self._draft
         future = self._future_blocks(ahead)
         scheduled = []
@@ -541,6 +564,7 @@ class EngineCore:
         self._decisions.rejected.append((request.request_id, rejection.reason))
 
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
+        self._scheduler.forget_private(request)
         request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
         if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
             self._scheduler.backlog_tokens -= request.spec.input_tokens

@@ -62,7 +62,9 @@ class Rung:
         if self.signal not in SIGNALS:
             raise ConfigError(f"rung signal {self.signal!r} is not known; known are {', '.join(SIGNALS)}")
         if self.off > self.on:
-            raise ConfigError(f"rung {self.action} goes off below {self.off}, above where it goes on ({self.on}): it would flutter")
+            raise ConfigError(
+                f"rung {self.action} goes off below {self.off}, above where it goes on ({self.on}): it would flutter"
+            )
         needs_value = {"shrink_step", "cap_new", "cap_running", "truncate", "swap_out", "pause"}
         if self.action in needs_value and self.value <= 0:
             raise ConfigError(f"rung {self.action} needs a value above 0, has {self.value:g}")

@@ -52,6 +52,16 @@ class RequestSpec:
     timeout_s: float | None = None
     """The client gives up this long after arrival, if it is not served by then."""
 
+    def __post_init__(self) -> None:
+        for name in ("input_tokens", "output_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"request {self.request_id}: {name} is {value}; it must be at least 1")
+        if self.content_ids and self.content_block_tokens < 1:
+            raise ValueError(
+                f"request {self.request_id}: content_block_tokens is {self.content_block_tokens}; ids name at least 1 token"
+            )
+
     @property
     def target_tokens(self) -> int:
         """Output tokens this request ends with when nothing interferes."""
@@ -133,7 +143,7 @@ class Request:
         self.state = State.WAITING
         self.outcome: Outcome | None = None
         self.finish_reason = ""
-        """`stop`, `length`, or empty."""
+        """`stop` or `length` of a finished request, the code of a rejection, else empty."""
         self.reason = ""
         """In words, with numbers, why the request ended as it did."""
         self.retry_after_s: float | None = None

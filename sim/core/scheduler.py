@@ -18,7 +18,7 @@ from .decode import DecodeSet
 from .draft import Draft, Share
 from .ladder import Knobs
 from .meters import DrainMeter
-from .need import admission_blocks, blocks_for, skipped_blocks
+from .need import admission_blocks, blocks_for, new_blocks_for_whole, skipped_blocks
 from .policy import Batching, Policy
 from .preemption import worst_priority
 from .request import Request, State
@@ -127,7 +127,7 @@ class Scheduler:
         """A step of prompts only: go on with those that were begun, as far as blocks are free."""
         for request in self.catching_up.values():
             begun = request.num_tokens - request.num_computed_tokens > 1 or not request.num_output_tokens
-            if begun and draft.budget and self._serve(request, draft, now_fs) is None:
+            if begun and draft.budget and self._serve(request, self._ask(request, draft), draft, now_fs) is None:
                 break
 
     def _serve_all(self, draft: Draft, now_fs: int) -> None:
@@ -136,7 +136,7 @@ class Scheduler:
         draft.decode_blocks = self.grow_members(0, now_fs)
         for request in self.catching_up.values():
             if draft.budget:
-                self._serve(request, draft, now_fs)
+                self._serve(request, self._ask(request, draft), draft, now_fs)
 
     def grow_members(self, ahead: int, now_fs: int) -> dict[int, list[int]]:
         """Give a block to each decode-set member that needs one in the step `ahead` steps from now; there must be enough."""
@@ -165,7 +165,8 @@ class Scheduler:
                     (request.request_id, self.release(request, "outgrew the pool", now_fs, reusable=False))
                 )
                 continue
-            while (num_tokens := self._serve(request, draft, now_fs)) is None:
+            asked = self._ask(request, draft)  # settled before victims are looked for, as in vLLM
+            while (num_tokens := self._serve(request, asked, draft, now_fs)) is None:
                 victim = self._policy.victim(self.running, self.decode.known)
                 place = order.index(victim)
                 del order[place]
@@ -194,13 +195,24 @@ class Scheduler:
                 copy for copy in draft.copies if copy[1] not in taken_back and copy[1] not in victim.table.blocks
             ]
 
-    def _serve(self, request: Request, draft: Draft, now_fs: int) -> int | None:
-        """Schedule a running request for what it lacks, within the budget; None when its blocks are not free."""
+    def _ask(self, request: Request, draft: Draft) -> int:
+        """Tokens a running request wants from this step."""
         computed = self.decode.computed(request)
-        num_tokens = min(self.decode.known(request) - computed, self._allowed(request, draft))
+        wanted = min(self.decode.known(request) - computed, self._allowed(request, draft))
+        return wanted if self.config.sliding_window is None else min(wanted, self._tokens_that_fit(computed))
+
+    def _tokens_that_fit(self, computed_tokens: int) -> int:
+        """Most tokens that a request with a sliding window could compute at once if the whole pool were free (at least 1)."""
+        block_size = self.config.block_size
+        skipped = skipped_blocks(computed_tokens, block_size, self.config.sliding_window)
+        return max((self.pool.num_blocks + skipped) * block_size - computed_tokens, 1)
+
+    def _serve(self, request: Request, num_tokens: int, draft: Draft, now_fs: int) -> int | None:
+        """Schedule a running request for `num_tokens`; None when its blocks are not free."""
         if not num_tokens:
             return 0
-        self._slide(request, computed, now_fs)
+        computed = self.decode.computed(request)
+        self._slide(request, computed, draft, now_fs)
         allocation = self._tables.grow(request.table, computed, num_tokens)
         if allocation is None:
             return None
@@ -234,7 +246,7 @@ class Scheduler:
         victim.computed_high = max(victim.computed_high, victim.num_computed_tokens)
         victim.num_preemptions += 1
         draft.preempted.append(victim)
-        self._slide(victim, victim.num_computed_tokens, now_fs)
+        self._slide(victim, victim.num_computed_tokens, draft, now_fs)
         stop = blocks_for(victim.num_computed_tokens, self.config.block_size)
         kept = [block_id for block_id in victim.table.blocks[:stop] if block_id != NO_BLOCK]
         may_swap = self._policy.swap and kept and not victim.dropped_tokens
@@ -309,6 +321,8 @@ class Scheduler:
         if not allowed or (missing > allowed and not config.enable_chunked_prefill):
             return False
         num_tokens = min(missing, allowed)
+        if config.sliding_window is not None:
+            num_tokens = min(num_tokens, self._tokens_that_fit(hit_tokens))
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, self._prompt_blocks(request, hits))
@@ -353,7 +367,11 @@ class Scheduler:
             request.degrade("shed")
             ahead, rate = len(self.waiting), self.drain.requests_per_s(now_fs)
             retry_s = None if rate is None else (ahead + 1) / rate
-            again = "" if retry_s is None else f"; {ahead} are ahead and {rate:.3g} leave a second, so try again in {retry_s:.1f} s"
+            again = (
+                ""
+                if retry_s is None
+                else f"; {ahead} are ahead and {rate:.3g} leave a second, so try again in {retry_s:.1f} s"
+            )
             draft.turned_away.append(
                 (
                     request,
@@ -433,18 +451,24 @@ class Scheduler:
 
     def _prompt_blocks(self, request: Request, hits: list[int]) -> int:
         """Blocks that the whole of a waiting request takes from the free queue, beyond its hits."""
-        return max(self._whole_blocks(request) - len(hits), 0) + self.pool.num_unreferenced(hits)
+        return new_blocks_for_whole(self._whole_blocks(request), len(hits), self.pool.num_unreferenced(hits))
 
     def _whole_blocks(self, request: Request) -> int:
-        """Blocks that all known tokens of a request come to hold at once."""
+        """Blocks that all known tokens of a request come to hold at once, at most.
+
+        With a window that is an upper bound: it does not speak against a request that has run in this pool before.
+        """
         config = self.config
-        return admission_blocks(
+        whole = admission_blocks(
             request.num_tokens,
             config.block_size,
             window=config.sliding_window,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
         )
+        if config.sliding_window is not None and request.num_preemptions:
+            return min(whole, self.pool.num_blocks)
+        return whole
 
     def _run(self, request: Request, now_fs: int) -> None:
         request.order = self._next_order
@@ -471,6 +495,13 @@ class Scheduler:
         self._hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
         return self._tables.release(request.table, f"{request.request_id} ({why})")
+
+    def forget_private(self, request: Request) -> None:
+        """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for."""
+        if request.num_preemptions:
+            stop = request.computed_high // self.config.block_size
+            private = request.keys.keys(min(request.keys.num_shared, stop), stop)
+            self.pool.forget(block_id for key in private for block_id in self.pool.index.find([key]))
 
     def view_at(self, now_fs: int) -> EngineView:
         """The view for policies, at this time."""
@@ -507,8 +538,12 @@ class Scheduler:
             self.decode.leave(request)
         self._remove(request)
 
-    def _slide(self, request: Request, computed_tokens: int, now_fs: int) -> None:
-        self._hold(request, -len(self._tables.slide(request.table, computed_tokens)), now_fs)
+    def _slide(self, request: Request, computed_tokens: int, draft: Draft, now_fs: int) -> None:
+        """Give back the blocks that left the attention window."""
+        slid = self._tables.slide(request.table, computed_tokens)
+        if slid:
+            self._hold(request, -len(slid), now_fs)
+            draft.released.append((request.request_id, slid))
 
     def _hold(self, request: Request, change: int, now_fs: int) -> None:
         self.table_blocks += change

@@ -89,6 +89,8 @@ def run_world(
     else:
         env.process(closed_loop(env, requests, send_and_wait, max_concurrency))
     env.run()
+    for core in engines:
+        core.close(int(env.now))
     if log is not None:
         log.close()
     for core in engines:
