@@ -6,6 +6,7 @@ All of it changes only when a step is committed in which a prompt is done or a r
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from .clock import FS_PER_S
 from .request import RequestSpec
@@ -34,6 +35,11 @@ class OutputLengths:
         dropped = own[0] if len(own) == self.KEEP else 0
         self._sum_by_tenant[tenant] = self._sum_by_tenant.get(tenant, 0) + output_tokens - dropped
         own.append(output_tokens)
+
+    @property
+    def tenants(self) -> Iterable[str]:
+        """Those of whom a request has finished, in order of the first."""
+        return self._by_tenant.keys()
 
     def of(self, tenant: str) -> deque[int]:
         """The latest output lengths of a tenant."""

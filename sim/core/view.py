@@ -160,6 +160,11 @@ class EngineView:
         return self._scheduler.decode.clock
 
     @property
+    def has_full_attention(self) -> bool:
+        """Whether requests keep every block. With a sliding window they do not, and each is scheduled one by one."""
+        return self._scheduler.config.sliding_window is None
+
+    @property
     def decode_version(self) -> int:
         """Changes whenever a request starts or stops decoding; while it stands still, each of them gains a token a decode step."""
         return self._scheduler.decode.version

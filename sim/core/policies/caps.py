@@ -1,0 +1,160 @@
+"""Limits: how much may be in the engine, be queued, run, or be held in the KV pool.
+
+The first two are judged at the front door, where a request that is turned away is told when to come back; the others keep
+the head of the queue waiting. Source of the first two: vLLM `--max-num-queued-reqs` and `--max-num-queued-tokens` (PR #49445, in 0.29),
+which count on arrival and give no Retry-After. Here the check and the count are one call, so a burst cannot slip in between (vLLM
+#58192).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..admission import AdmissionBase, Rejection
+from ..config import ConfigError
+from ..request import Request, RequestSpec
+from ..view import EngineView
+from .promises import Promises
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """How full something is that an arrival would add to, and how fast it empties."""
+
+    used: float
+    asked: float
+    """The arrival may enter if `used + asked`, and what is promised to others, is within `limit`."""
+    limit: float
+    units: float
+    """What the arrival takes from those who come after it."""
+    piece: float
+    """Typical size of what leaves at once."""
+    rate_per_s: float
+    """Units that leave a second."""
+
+
+class FrontDoor(AdmissionBase):
+    """A limit at the front door, with a line of those who were told when to come back.
+
+    `first_wait_s` is what one departure is taken to need before two have been seen; `grace_s` is how long a promise is kept
+    open for a client that is late. Steady: it says nothing about starting.
+    """
+
+    code = "queue_full"
+
+    def __init__(self, *, first_wait_s: float = 1.0, grace_s: float = 2.0) -> None:
+        if first_wait_s <= 0 or grace_s < 0:
+            raise ConfigError(
+                f"first_wait_s is {first_wait_s} and grace_s {grace_s}; both are seconds, the first above 0"
+            )
+        self.first_wait_s = first_wait_s
+        self.promises = Promises(grace_s)
+
+    def _judge(self, spec: RequestSpec, view: EngineView, level: Level, what: str) -> Rejection | None:
+        """Let the arrival in, or give it a place in the line. `what` says in words how full it is."""
+        now_fs, rate, piece = view.now_fs, level.rate_per_s, level.piece
+        came_in_time = self.promises.claim(spec.request_id, now_fs)
+        held_back = 0.0 if came_in_time else self.promises.held_back(now_fs, rate, piece)
+        if level.used + level.asked + held_back <= level.limit:
+            self.promises.leave(spec.request_id)
+            return None
+        before = len(self.promises)
+        wait_s = self.promises.promise(
+            spec.request_id,
+            level.units,
+            excess=level.used + level.asked - level.limit,
+            now_fs=now_fs,
+            rate_per_s=rate,
+            piece=piece,
+        )
+        line = f", {before} others were told to come back" if before else ""
+        return Rejection(
+            code=self.code,
+            http_status=503,
+            reason=f"the server is busy: {what}{line}; come back in {wait_s:.1f} s",
+            retry_after_s=wait_s,
+        )
+
+
+class MaxInFlight(FrontDoor):
+    """At most `limit` requests in the engine, running and queued together; 0 turns everybody away.
+
+    Source: vLLM 0.29 `--max-num-queued-reqs` (503 when count + 1 > limit); SGLang's `max_queued_requests` counts the queue alone.
+    """
+
+    def __init__(self, limit: int, *, first_wait_s: float = 1.0, grace_s: float = 2.0) -> None:
+        super().__init__(first_wait_s=first_wait_s, grace_s=grace_s)
+        if limit < 0:
+            raise ConfigError(f"the limit on requests in the engine is {limit}; it must be at least 0")
+        self.limit = limit
+
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+        """Count who is in the engine."""
+        used = view.num_in_flight
+        if not self.limit:
+            return Rejection(code=self.code, http_status=503, reason="the server takes no requests: its limit is 0")
+        rate = view.drain.requests_per_s(view.now_fs) or 1.0 / self.first_wait_s
+        level = Level(used=used, asked=1, limit=self.limit, units=1, piece=1, rate_per_s=rate)
+        return self._judge(
+            spec, view, level, f"{used} requests are in it, the limit is {self.limit}, and {rate:.3g} leave a second"
+        )
+
+
+class MaxQueuedTokens(FrontDoor):
+    """Nobody enters while `limit` or more prompt tokens wait or are being computed; prefix hits are not subtracted.
+
+    Source: vLLM 0.29 `--max-num-queued-tokens` (503 when tokens >= limit; the last one in may exceed it).
+    """
+
+    def __init__(self, limit: int, *, first_wait_s: float = 1.0, grace_s: float = 2.0) -> None:
+        super().__init__(first_wait_s=first_wait_s, grace_s=grace_s)
+        if limit < 0:
+            raise ConfigError(f"the limit on queued prompt tokens is {limit}; it must be at least 0")
+        self.limit = limit
+
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+        """Count the prompt tokens that have no first token yet."""
+        used, piece = view.waiting_prompt_tokens, view.drain.mean_prompt_tokens() or float(spec.input_tokens)
+        if not self.limit:
+            return Rejection(code=self.code, http_status=503, reason="the server takes no requests: its limit is 0")
+        rate = view.drain.prefill_tokens_per_s() or piece / self.first_wait_s
+        level = Level(used=used, asked=1, limit=self.limit, units=spec.input_tokens, piece=piece, rate_per_s=rate)
+        return self._judge(
+            spec,
+            view,
+            level,
+            f"{used} prompt tokens wait, the limit is {self.limit}, and {rate:.4g} are computed a second",
+        )
+
+
+class MaxRunning(AdmissionBase):
+    """At most `limit` requests run at once; below `max_num_seqs` it leaves room in the batch unused, and in the pool.
+
+    Steady: while requests only decode, none of them stops running.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ConfigError(f"the limit on running requests is {limit}; it must be at least 1")
+        self.limit = limit
+
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+        """Count who runs."""
+        return view.num_running < self.limit
+
+
+class MaxKvBlocks(AdmissionBase):
+    """Start the head of the queue only if at most `limit` blocks are then in use; waived when nothing runs.
+
+    It is a watermark counted from the other end: what lies above the limit is for the growth of those who run.
+    Steady: while requests only decode, the blocks in use do not get fewer.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ConfigError(f"the limit on KV blocks is {limit}; it must be at least 1")
+        self.limit = limit
+
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+        """Compare what would be in use with the limit."""
+        return not view.num_running or view.num_owned_blocks + need_blocks <= self.limit

@@ -1,0 +1,191 @@
+"""Admission by the predicted peak of memory: take in as many as will probably fit, not as many as fit now, nor in the worst case.
+
+Let request i have p_i known tokens, g_i of them generated, and cap_i. h decode steps from now it still runs with probability
+
+    q_i(h) = P(length > g_i + h | length > g_i), or 0 if g_i + h >= cap_i,
+
+and then holds b_i(h) = ceil((p_i + h) / block_size) blocks. With independent lengths, the blocks in demand then, D(h), have
+
+    mean = sum of q_i b_i,    variance = sum of q_i (1 - q_i) b_i^2.
+
+The head of the queue may start if, with it among the requests, P(D(h) > pool) <= risk at the worst h. For more than eight requests
+D is taken to be normal (with half a block of continuity correction); for fewer, its distribution is computed exactly.
+
+Assumptions. Everybody advances one token a step: steps that only compute prompts shift all alike, and a prompt not yet computed
+counts whole. Later arrivals are judged when they come. The worst single moment stands for the peak over all moments, which is a
+little more probable; moments are looked at a block apart at first, and then at distances that grow by half. Blocks that requests
+share are counted for each of them, and a sliding window is not credited: both err on the safe side. Source: kvtwin's own; no engine
+that was read does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import erfc, sqrt
+
+from ..admission import AdmissionBase, Rejection
+from ..config import ConfigError
+from ..need import blocks_for
+from ..request import Request
+from ..view import EngineView
+from .survival import Survival
+
+EXACT_UP_TO = 8
+"""Requests whose sums are all written out."""
+OWN_HISTORY = 64
+"""Finished requests after which a tenant is judged by its own outputs."""
+RELEARN_EVERY = 16
+"""Finished requests between two estimates, once there are 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A request's future: for each horizon, the probability that it still runs, and the blocks it then holds."""
+
+    alive: tuple[float, ...]
+    blocks: tuple[int, ...]
+
+
+def horizons(block_size: int, longest_tokens: int) -> list[int]:
+    """Decode steps ahead at which the demand is looked at: 0, each of the next eight blocks' worth, then half as far again each time."""
+    steps, blocks = [0], 1
+    while blocks * block_size < longest_tokens:
+        steps.append(blocks * block_size)
+        blocks = blocks + 1 if blocks < 8 else blocks * 3 // 2
+    return steps
+
+
+def outlook(
+    known_tokens: int, output_tokens: int, cap: int, lengths: Survival, block_size: int, steps: Sequence[int]
+) -> Outlook:
+    """What a request with so many known and generated tokens, of at most `cap`, will hold at each horizon."""
+    alive, blocks = [], []
+    for ahead in steps:
+        lives = ahead == 0 or output_tokens + ahead < cap
+        alive.append(lengths.given(output_tokens, ahead) if lives else 0.0)
+        blocks.append(blocks_for(known_tokens + ahead, block_size))
+    return Outlook(tuple(alive), tuple(blocks))
+
+
+def exceeds(pool: int, parts: Sequence[tuple[float, int]]) -> float:
+    """P(sum of the blocks of those alive > pool), exactly: `parts` are (probability of being alive, blocks)."""
+    sums: dict[int, float] = {0: 1.0}
+    for alive, blocks in parts:
+        longer: dict[int, float] = {}
+        for total, probability in sums.items():
+            longer[total] = longer.get(total, 0.0) + probability * (1.0 - alive)
+            longer[total + blocks] = longer.get(total + blocks, 0.0) + probability * alive
+        sums = longer
+    return sum(probability for total, probability in sums.items() if total > pool)
+
+
+def normal_exceeds(pool: int, mean: float, variance: float) -> float:
+    """P(D > pool) for a whole-numbered D that is about normal."""
+    if variance <= 0.0:
+        return float(mean > pool)
+    return 0.5 * erfc((pool + 0.5 - mean) / sqrt(2.0 * variance))
+
+
+class PredictedPeak(AdmissionBase):
+    """Start the head of the queue while P(peak demand > pool) <= `risk`; waived when nothing runs.
+
+    Output lengths are learned from the requests that finish here (by tenant, once it has 64) and from those that run, or given as
+    `quantiles`, `(share, tokens)` pairs. Until something has finished every request may reach its cap, as in full reservation.
+
+    Not steady: as requests grow older their chances change, so a no can turn into a yes with any step. The prediction is renewed when
+    somebody starts, joins or leaves the decoding requests, and every block_size decode steps; in between the last one stands.
+    """
+
+    steady = False
+
+    def __init__(self, *, risk: float = 0.05, quantiles: Sequence[tuple[float, int]] | None = None) -> None:
+        if not 0.0 < risk < 1.0:
+            raise ConfigError(f"risk is {risk}; it is a probability, above 0 and below 1")
+        self.risk = risk
+        self._given = None if quantiles is None else Survival.from_quantiles(quantiles)
+        self._learned: dict[str, Survival] = {}
+        self._learned_at = -1
+        self._key: tuple[int, int, int, int] | None = None
+        self._steps: list[int] = [0]
+        self._outlooks: list[Outlook] = []
+        self._moments: list[tuple[float, float]] = []
+
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+        """Compare the probability at the worst moment with the risk."""
+        if not view.num_running:
+            return True
+        return need_blocks <= view.num_free_blocks and self.probability(request, view) <= self.risk
+
+    def probability(self, request: Request, view: EngineView) -> float:
+        """P(the running requests and this one come to need more than the pool), at the worst moment."""
+        self._renew(view)
+        cap = view.output_cap(request.spec)
+        more = request.num_output_tokens
+        own = outlook(request.num_tokens, more, cap, self._lengths(request.spec.tenant), view.block_size, self._steps)
+        worst, pool = 0.0, view.num_blocks
+        for index in range(len(self._steps)):
+            alive, blocks = own.alive[index], own.blocks[index]
+            if len(self._outlooks) < EXACT_UP_TO:
+                parts = [(other.alive[index], other.blocks[index]) for other in self._outlooks]
+                chance = exceeds(pool, [*parts, (alive, blocks)])
+            else:
+                mean, variance = self._moments[index]
+                chance = normal_exceeds(pool, mean + alive * blocks, variance + alive * (1.0 - alive) * blocks * blocks)
+            worst = max(worst, chance)
+        return worst
+
+    def _renew(self, view: EngineView) -> None:
+        """Predict for the running requests, if the last prediction is out of date."""
+        window = (
+            0 if view.has_full_attention else view.now_fs
+        )  # with a window nobody is in the decode set, whose clock stands still
+        key = (view.decode_version, view.num_running, view.decode_clock // view.block_size, window)
+        if key == self._key:
+            return
+        self._key = key
+        self._learn(view)
+        block_size = view.block_size
+        self._steps = horizons(block_size, view.max_model_len)
+        self._outlooks = [
+            outlook(
+                running.num_tokens,
+                running.output_tokens,
+                view.output_cap(running),
+                self._lengths(running.tenant),
+                block_size,
+                self._steps,
+            )
+            for running in view.running()
+        ]
+        self._moments = []
+        for index in range(len(self._steps)):
+            mean = variance = 0.0
+            for other in self._outlooks:
+                expected = other.alive[index] * other.blocks[index]
+                mean += expected
+                variance += expected * (other.blocks[index] - expected)
+            self._moments.append((mean, variance))
+
+    def _lengths(self, tenant: str) -> Survival:
+        return self._given or self._learned.get(tenant) or self._learned[""]
+
+    def _learn(self, view: EngineView) -> None:
+        """Estimate output lengths anew, if enough has happened since the last time."""
+        outputs = view.drain.outputs
+        if self._given is not None:
+            return
+        since = outputs.num_finished - self._learned_at
+        if self._learned_at >= 0 and (since == 0 or (outputs.num_finished > 64 and since < RELEARN_EVERY)):
+            return
+        self._learned_at = outputs.num_finished
+        running: dict[str, list[int]] = {}
+        for other in view.running():
+            running.setdefault(other.tenant, []).append(other.output_tokens)
+        everybody = [tokens for mine in running.values() for tokens in mine]
+        self._learned = {
+            tenant: Survival(outputs.of(tenant), running.get(tenant, ()))
+            for tenant in outputs.tenants
+            if len(outputs.of(tenant)) >= OWN_HISTORY
+        }
+        self._learned[""] = Survival(outputs.all, everybody)

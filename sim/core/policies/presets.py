@@ -1,0 +1,166 @@
+"""Engines as compositions of policies, by name.
+
+A preset is a `Policy` and the settings it needs, and nothing else. Each function says what it models and what it leaves out; sources
+and versions are those of engine-policies §1. Raises ConfigError where an engine's rules and the given settings contradict each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..admission import Admission, CanEverFit, Every, FreeBlocks
+from ..config import EngineConfig
+from ..policy import Batching, Policy, scheduling_policy
+from ..preemption import fewest_generated, last_admitted
+from .new_token_ratio import NewTokenRatio
+from .predicted_peak import PredictedPeak
+from .queues import BackOfTheQueue, arrival_queue
+from .reservation import ContiguousReservation, FullReservation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What makes an engine behave like another."""
+
+    policy: Policy
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `EngineConfig` that the engine's rules need, by name."""
+
+    def configure(self, config: EngineConfig) -> EngineConfig:
+        """The settings with the overrides applied. Raises ConfigError if they contradict the rest."""
+        return replace(config, **self.overrides)
+
+
+def vllm_v1(config: EngineConfig) -> Preset:
+    """vLLM V1 (upstream of 2026-05): no reservation beyond the prompt; when blocks run out the last admitted (or the worst
+    priority) is recomputed, from the front of the queue. Left out: KV connectors and asynchronous loads, LoRA slots, encoder budgets.
+    Added: what can never fit is rejected on arrival (#39734 waits for ever).
+    """
+    return Preset(policy=scheduling_policy(config))
+
+
+def vllm_v0(config: EngineConfig) -> Preset:
+    """vLLM V0 (until 2025-09): prompts first and whole, a watermark of 1 % of the pool, the last running is recomputed; what is
+    swapped goes before what waits. Left out: n > 1 sequences, which V0 swapped; chunked prefill, which was optional; the rejection of
+    prompts above the pool less the watermark (here the watermark is waived when nothing runs).
+    """
+    return Preset(
+        policy=Policy(name="vllm-v0", batching=Batching.PREFILL_FIRST),
+        overrides={
+            "watermark": 0.01,
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_model_len),
+            "reserve_full_prompt": True,
+        },
+    )
+
+
+def sglang(config: EngineConfig) -> Preset:
+    """SGLang v0.5.17: prompts first, in chunks; a falling share of the output caps is reserved; who generated least is retracted,
+    to the back of the queue. Left out: longest-prefix-first order, the radix tree's leaf-first eviction and reuse below a block,
+    clamping of caps to the context, priorities, the host cache, the exact simulation for `ignore_eos`.
+    """
+    return Preset(
+        policy=Policy(
+            name="sglang",
+            admission=lambda config: Every([CanEverFit(config), NewTokenRatio()]),
+            queue=BackOfTheQueue,
+            victim=fewest_generated,
+            batching=Batching.PREFILL_FIRST,
+        ),
+        overrides={"enable_chunked_prefill": True, "reserve_full_prompt": True},
+    )
+
+
+def _no_evict(config: EngineConfig) -> Admission:
+    return Every([CanEverFit(config), FullReservation(config)])
+
+
+def trtllm_no_evict(config: EngineConfig) -> Preset:
+    """TensorRT-LLM (2026) with GUARANTEED_NO_EVICT, its default: a request starts when its worst case fits, and is never preempted.
+    Left out: beams, `beneficialToSkip`, priority retention and offload of its KV manager, reuse of partial blocks.
+    """
+    return Preset(
+        policy=Policy(name="trtllm-no-evict", admission=_no_evict, queue=arrival_queue),
+        overrides={"reserve_full_prompt": True},
+    )
+
+
+def trtllm_max_util(config: EngineConfig) -> Preset:
+    """TensorRT-LLM (2026) with MAX_UTILIZATION: a request starts when its next step fits; when one does not, the most recently
+    started is paused and recomputed, in its place by arrival. Left out: the two-step look-ahead with several micro-batches, and as above.
+    """
+    return Preset(
+        policy=Policy(
+            name="trtllm-max-util",
+            admission=lambda config: Every([CanEverFit(config), FreeBlocks()]),
+            queue=arrival_queue,
+            victim=last_admitted,
+        ),
+        overrides={"reserve_full_prompt": False},
+    )
+
+
+def static_batch(config: EngineConfig) -> Preset:
+    """Batches that are filled when nothing runs and then run to the end of their longest request, as before Orca; TensorRT-LLM
+    STATIC_BATCH. Every request has its worst case reserved. Left out: padding of prompts to the longest, and computing for what has
+    finished.
+    """
+    return Preset(
+        policy=Policy(name="static-batch", admission=_no_evict, batching=Batching.STATIC),
+        overrides={"reserve_full_prompt": True},
+    )
+
+
+def orca(config: EngineConfig) -> Preset:
+    """Orca (OSDI 2022) as "Orca (Max)" of the vLLM paper: continuous batching over contiguous reservations of `max_model_len` tokens;
+    nothing is shared or reused. Left out: its batching rule that mixes no prompts of different lengths in attention kernels.
+    """
+    return Preset(
+        policy=Policy(
+            name="orca",
+            admission=lambda config: Every([CanEverFit(config), ContiguousReservation(config)]),
+        ),
+        overrides={"reserve_full_prompt": True, "enable_prefix_caching": False},
+    )
+
+
+def nano_vllm(config: EngineConfig) -> Preset:
+    """nano-vllm (2026-04): prompts first, blocks for the whole prompt, no watermark; the last running is recomputed from the front of
+    the queue. Left out: its block size of 256 (set `block_size`), that `max_num_seqs` bounds a batch and not the running requests,
+    that only the first prompt of a batch may be chunked, and its crash when a lone request outgrows the pool (#274): here that
+    request fails.
+    """
+    return Preset(
+        policy=Policy(name="nano-vllm", batching=Batching.PREFILL_FIRST),
+        overrides={"reserve_full_prompt": True, "enable_chunked_prefill": True, "watermark": 0.0},
+    )
+
+
+def predicted_peak(config: EngineConfig) -> Preset:
+    """kvtwin's own: vLLM V1 that admits by the predicted peak of memory, with a risk of 5 %. No engine that was read does this."""
+    return Preset(
+        policy=replace(
+            scheduling_policy(config),
+            name="predicted-peak",
+            admission=lambda config: Every([CanEverFit(config), FreeBlocks(), PredictedPeak()]),
+        ),
+        overrides={"reserve_full_prompt": True},
+    )
+
+
+PRESETS: dict[str, Callable[[EngineConfig], Preset]] = {
+    "vllm-v1": vllm_v1,
+    "vllm-v0": vllm_v0,
+    "sglang": sglang,
+    "trtllm-no-evict": trtllm_no_evict,
+    "trtllm-max-util": trtllm_max_util,
+    "static-batch": static_batch,
+    "orca": orca,
+    "nano-vllm": nano_vllm,
+    "predicted-peak": predicted_peak,
+}
+"""Presets by name."""
