@@ -122,6 +122,10 @@ class EngineDriver:
             assert len(steps) <= limit, f"still busy after {limit} steps"
         return steps
 
+    def close(self) -> None:
+        """The run is over."""
+        self.core.close(self.now_fs)
+
     def occupy(self, num_blocks: int, fence: int) -> None:
         """Let somebody else still read `num_blocks` blocks, until `pool.pass_fence(fence)`."""
         blocks = self.pool.allocate(num_blocks)

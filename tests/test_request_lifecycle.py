@@ -288,7 +288,7 @@ def test_the_log_of_a_whole_run_returns_every_block_it_gave(drive):
     engine.add("A", 4, output_tokens=5)
     engine.add("B", 40, output_tokens=2)
     engine.run()
-    assert engine.plan() is None
+    engine.close()
     assert {request_id: dict(counter) for request_id, counter in balance(engine.log).items()} == {"A": {}, "B": {}}
 
 
@@ -296,6 +296,7 @@ def test_the_log_of_a_run_shows_rejections_even_if_nothing_else_happens(drive):
     engine = drive(**SETTINGS)
     engine.add("never", 100)
     assert engine.plan() is None
+    engine.close()
     assert [request_id for entry in engine.log for request_id, _ in entry["rejected"]] == ["never"]
 
 

@@ -3,17 +3,21 @@
 `EngineCore` takes arrivals and departures, answers `plan` with a `StepPlan` and takes its `StepResult` back with `commit`.
 """
 
-from .admission import Admission, PoolView, Rejection
+from .admission import Admission, AdmissionBase, Every, Rejection
 from .blocks import BlockPool, DoubleFreeError, IntegrityError
 from .config import ConfigError, EngineConfig
 from .engine import EngineCore, ProgressError
 from .plan import BatchShape, Durations, Executor, ScheduledRequest, StepPlan, StepResult
+from .policy import Batching, Policy
 from .request import Namespace, Outcome, Request, RequestSpec, State
 from .tables import BlockTable, BlockTables
+from .view import EngineView, RunningView
 
 __all__ = [
     "Admission",
+    "AdmissionBase",
     "BatchShape",
+    "Batching",
     "BlockPool",
     "BlockTable",
     "BlockTables",
@@ -22,15 +26,18 @@ __all__ = [
     "Durations",
     "EngineConfig",
     "EngineCore",
+    "EngineView",
+    "Every",
     "Executor",
     "IntegrityError",
     "Namespace",
     "Outcome",
-    "PoolView",
+    "Policy",
     "ProgressError",
     "Rejection",
     "Request",
     "RequestSpec",
+    "RunningView",
     "ScheduledRequest",
     "State",
     "StepPlan",

@@ -2,68 +2,143 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from .config import EngineConfig
 from .need import admission_blocks, slots_needed
-from .request import RequestSpec
+from .request import Request, RequestSpec
+from .view import EngineView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Why an arrival is turned away."""
+    """Why a request is turned away."""
 
     code: str
-    """For counting: `exceeds_max_model_len`, `exceeds_kv_pool`, `exceeds_token_budget`."""
+    """For counting, and for a server to map: `exceeds_kv_pool`, `queue_full`, …"""
     reason: str
     """For the client: a sentence with the numbers."""
+    http_status: int
+    """413 or 400: never fits, trying again is useless; 503: the server is overloaded; 429: this client sends too much."""
     retry_after_s: float | None = None
     """When trying again can help; None when it never can."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolView:
-    """What an admission policy may look at when the head of the queue could start."""
-
-    num_blocks: int
-    num_free: int
-    num_running: int
-
-
 class Admission(Protocol):
-    """An admission policy."""
+    """An admission policy: a filter on arrivals and a gate before the batch. It may look, at the view, and not touch."""
 
-    def arrive(self, spec: RequestSpec) -> Rejection | None:
-        """Judge an arrival; None lets it into the queue."""
+    steady: bool
+    """True if, while requests only decode, the pool only gets fuller and time only passes, `may_start` never turns from no to
+    anything else. The engine then leaps over steps in which the queue stands still; otherwise it asks again at every step."""
+
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+        """Judge an arrival; None lets it into the queue. Counts of requests and tokens are exact here, free blocks are not."""
         ...
 
-    def may_start(self, need_blocks: int, view: PoolView) -> bool:
-        """Whether a queued request that would take `need_blocks` from the free queue may start now.
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+        """Whether the head of the queue, which would take `need_blocks` from the free queue, may start now.
 
-        For a pool that only gets fuller the answer must not turn from no to yes: a stretch of decode steps relies on it.
+        False leaves it, and everyone behind it, in the queue; a Rejection sends it away.
         """
         ...
 
+    def preempted(self, view: EngineView) -> None:
+        """Hear that a running request lost its blocks."""
+        ...
 
-class DefaultAdmission:
-    """Turn away at once what can never be served; start whoever is first as soon as its blocks are free.
+    def withdraw(self, spec: RequestSpec, view: EngineView) -> None:
+        """Take back what `arrive` set aside for this request: it said yes, and another policy then said no."""
+        ...
 
-    The first rule is what vLLM V1 lacks (a request longer than the pool blocks its queue for ever, #39734); the second is
-    vLLM's, with the optional watermark of V0. The watermark is waived when nothing runs, or it could block for ever too.
+    def diagnose(self) -> tuple[str, ...]:
+        """Sentences for whoever reads the results: what this policy made requests wait for, when that is worth knowing."""
+        ...
+
+
+class AdmissionBase:
+    """Lets everybody in; a policy overrides what it cares about."""
+
+    steady = True
+
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+        """Everybody may queue."""
+        return None
+
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+        """Everybody may start."""
+        return True
+
+    def preempted(self, view: EngineView) -> None:
+        """Nothing to learn from it."""
+
+    def withdraw(self, spec: RequestSpec, view: EngineView) -> None:
+        """Nothing was set aside."""
+
+    def diagnose(self) -> tuple[str, ...]:
+        """Nothing to say."""
+        return ()
+
+
+class Every(AdmissionBase):
+    """All of several policies: the first that objects decides, and what the others set aside is given back (vLLM #58192)."""
+
+    def __init__(self, policies: Sequence[Admission]) -> None:
+        self.policies = tuple(policies)
+        self.steady = all(policy.steady for policy in policies)
+
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+        """The first rejection."""
+        for position, policy in enumerate(self.policies):
+            said = policy.arrive(spec, view)
+            if said is not None:
+                for agreed in self.policies[:position]:
+                    agreed.withdraw(spec, view)
+                return said
+        return None
+
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+        """The first objection."""
+        for policy in self.policies:
+            said = policy.may_start(request, need_blocks, view)
+            if said is not True:
+                return said
+        return True
+
+    def preempted(self, view: EngineView) -> None:
+        """Everybody hears."""
+        for policy in self.policies:
+            policy.preempted(view)
+
+    def withdraw(self, spec: RequestSpec, view: EngineView) -> None:
+        """Everybody gives back."""
+        for policy in self.policies:
+            policy.withdraw(spec, view)
+
+    def diagnose(self) -> tuple[str, ...]:
+        """What each has to say."""
+        return tuple(sentence for policy in self.policies for sentence in policy.diagnose())
+
+
+class CanEverFit(AdmissionBase):
+    """Turn away at once what can never be served: what is longer than the context or larger than the pool.
+
+    vLLM V1 lacks the second rule, and a request longer than the pool blocks its queue for ever (#39734).
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
 
-    def arrive(self, spec: RequestSpec) -> Rejection | None:
-        """Reject what exceeds the context, the pool, or (without chunked prefill) the token budget of a step."""
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+        """Compare what the request asks for with the limits that do not move."""
         config = self._config
         output_tokens = spec.max_tokens or 1  # without a cap only the first token is sure to come
         asked = spec.input_tokens + output_tokens
         if asked > config.max_model_len:
             return Rejection(
                 code="exceeds_max_model_len",
+                http_status=400,
                 reason=(
                     f"{spec.input_tokens} prompt + {output_tokens} output tokens = {asked}, "
                     f"but max_model_len is {config.max_model_len} tokens"
@@ -80,22 +155,30 @@ class DefaultAdmission:
         if need > config.num_gpu_blocks:
             return Rejection(
                 code="exceeds_kv_pool",
+                http_status=413,
                 reason=(
                     f"{spec.input_tokens} prompt + {output_tokens} output tokens need {need} KV blocks of {config.block_size} tokens, "
                     f"but the whole pool has {config.num_gpu_blocks} ({config.num_gpu_blocks * config.block_size} tokens)"
                 ),
             )
-        if not config.enable_chunked_prefill and slots > config.max_num_batched_tokens:
-            return Rejection(
-                code="exceeds_token_budget",
-                reason=(
-                    f"up to {slots} tokens must be (re)computed in one step, "
-                    f"but max_num_batched_tokens is {config.max_num_batched_tokens}"
-                ),
-            )
         return None
 
-    def may_start(self, need_blocks: int, view: PoolView) -> bool:
-        """Enough blocks are free, beyond the watermark when others run."""
-        spare = self._config.watermark_blocks if view.num_running else 0
-        return need_blocks + spare <= view.num_free
+
+class FreeBlocks(AdmissionBase):
+    """Start the head of the queue as soon as its blocks are free, beyond a watermark left for the growth of others.
+
+    vLLM V1's gate with the watermark of V0, which is waived when nothing runs: it could block for ever too.
+    """
+
+    def __init__(self, watermark_blocks: int = 0) -> None:
+        self._watermark_blocks = watermark_blocks
+
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+        """Compare the need with what is free."""
+        spare = self._watermark_blocks if view.num_running else 0
+        return need_blocks + spare <= view.num_free_blocks
+
+
+def default_admission(config: EngineConfig) -> Admission:
+    """What vLLM V1 does, plus the early verdict on what can never fit."""
+    return Every([CanEverFit(config), FreeBlocks(config.watermark_blocks)])

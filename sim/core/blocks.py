@@ -96,8 +96,16 @@ class BlockPool:
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to blocks found by `find`; those in the free queue leave it."""
+        """Add a reference to blocks found by `find`; those in the free queue leave it.
+
+        Raises ValueError, and changes nothing, if one of them waits behind a fence or was never allocated.
+        """
+        block_ids = list(block_ids)
         ref_cnt = self._ref_cnt
+        for block_id in block_ids:
+            if block_id != NO_BLOCK and not self.ref_cnt(block_id) and block_id not in self._freed:
+                where = "in quarantine" if block_id in self._quarantined else "not allocated"
+                raise ValueError(f"block {block_id} is {where}: its content cannot be shared")
         for block_id in block_ids:
             if block_id == NO_BLOCK:
                 continue
@@ -150,10 +158,16 @@ class BlockPool:
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Drop the keys of blocks whose content was never computed."""
-        for block_id in block_ids:
+        for block_id in list(block_ids):
             if block_id in self._freed and block_id in self.index:
                 self.num_cached -= 1
             self.index.drop(block_id)
+
+    def drop_cached(self) -> int:
+        """Forget the content of every free block; returns how many had any."""
+        dropped = [block_id for block_id in self._freed if block_id in self.index]
+        self.forget(dropped)
+        return len(dropped)
 
     def _queue(self, block_ids: list[int]) -> None:
         freed = self._freed

@@ -34,6 +34,8 @@ class EngineConfig:
     """Admit a request only if its whole prompt fits now (vLLM's `scheduler_reserve_full_isl`); off: only the next chunk must fit."""
     sliding_window: int | None = None
     """Attention window in tokens when every layer slides; blocks that left it are given back while the request runs."""
+    num_cpu_blocks: int = 0
+    """Blocks of the CPU pool that swapped requests are saved to."""
     watermark: float = 0.0
     """Share of the pool that admission leaves free for the growth of running requests; waived when nothing runs."""
 
@@ -46,6 +48,8 @@ class EngineConfig:
             raise ConfigError(
                 f"sliding_window is {self.sliding_window}; it must be at least 1 token, or absent for full attention"
             )
+        if self.num_cpu_blocks < 0:
+            raise ConfigError(f"num_cpu_blocks is {self.num_cpu_blocks}; it must be at least 0")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}; it is a share of the pool, at least 0 and below 1")
         if self.scheduling_policy not in ("fcfs", "priority"):

@@ -20,11 +20,15 @@ class DecodeSet:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.clock = 0
-        """Steps done since the engine started; the unit of all anchors."""
+        """Steps in which the set computed since the engine started; the unit of all anchors."""
+        self.last_end_fs = 0
+        """When the latest of them ended."""
+        self._fresh: dict[int, Request] = {}
         self._by_residue: list[dict[int, Request]] = [{} for _ in range(block_size)]
         self._completions: list[tuple[int, int, Request]] = []
         self._size = 0
         self._anchor_sum = 0
+        self._dropped_sum = 0
         self.version = 0
         """Changes whenever the members change."""
 
@@ -47,38 +51,66 @@ class DecodeSet:
     @property
     def context_tokens(self) -> int:
         """Sum over members of the KV length that the next step reads, its new tokens included."""
-        return self._anchor_sum + self._size * (self.clock + 1)
+        return self._anchor_sum + self._size * (self.clock + 1) - self._dropped_sum
 
     @property
     def computed_tokens(self) -> int:
         """Sum over members of computed tokens."""
-        return self._anchor_sum + self._size * self.clock
+        return self._anchor_sum + self._size * self.clock - self._dropped_sum
 
     def join(self, request: Request) -> None:
         """Add a request that has one known token left to compute."""
         request.anchor = request.num_computed_tokens - self.clock
         request.finish_clock = self.clock + request.target_tokens - request.num_tokens
         request.decoding = True
-        request.decode_spans.append((self.clock, self.clock))
+        self._fresh[request.order] = request
         self.version += 1
         self._by_residue[-request.anchor % self.block_size][request.order] = request
         heappush(self._completions, (request.finish_clock, request.order, request))
         self._size += 1
         self._anchor_sum += request.anchor
+        self._dropped_sum += request.dropped_tokens
 
     def leave(self, request: Request) -> None:
         """Remove a member and store its token counts."""
         request.num_computed_tokens = self.computed(request)
         request.num_tokens = request.num_computed_tokens + 1
         request.decoding = False
-        request.decode_spans[-1] = (request.decode_spans[-1][0], self.clock)
+        if self._fresh.pop(request.order, None) is None:
+            request.decode_spans[-1] = (request.decode_spans[-1][0], self.clock)
+            request.last_token_fs = self.last_end_fs
         self.version += 1
         del self._by_residue[-request.anchor % self.block_size][request.order]
         self._size -= 1
         self._anchor_sum -= request.anchor
+        self._dropped_sum -= request.dropped_tokens
         if len(self._completions) > 64 + 2 * self._size:  # most entries belong to requests that left early
             self._completions = [entry for entry in self._completions if self._is_current(entry)]
             heapify(self._completions)
+
+    def retarget(self, request: Request, target_tokens: int) -> None:
+        """Let a member finish at another length, which is above its known tokens."""
+        request.target_tokens = target_tokens
+        request.finish_clock = self.clock + target_tokens - self.known(request)
+        heappush(self._completions, (request.finish_clock, request.order, request))
+
+    def drop(self, request: Request, tokens: int) -> None:
+        """A member's context lost `tokens` more tokens from its middle."""
+        request.dropped_tokens += tokens
+        self._dropped_sum += tokens
+
+    def advance(self, steps: int, first_end_fs: int, end_fs: int) -> None:
+        """Every member computed one token in each of `steps` steps, the first of which ended at `first_end_fs`, the last at `end_fs`.
+
+        Members that joined since the set last computed have waited for others' steps in between: their first gap is their own.
+        """
+        for request in self._fresh.values():
+            assert request.last_token_fs is not None  # a request joins when it has got a token
+            request.other_gaps_fs.append(first_end_fs - request.last_token_fs)
+            request.decode_spans.append((self.clock + 1, self.clock + 1))
+        self._fresh.clear()
+        self.clock += steps
+        self.last_end_fs = end_fs
 
     def needing_block(self, ahead: int = 0) -> list[Request]:
         """Members that need a new block in the step `ahead` steps from now, in running order."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .admission import Admission, DefaultAdmission
+from .admission import Rejection
 from .blocks import BlockPool, IntegrityError
 from .config import EngineConfig
+from .draft import Draft, Share
+from .ladder import Ladder, check_ladder
 from .log import Decisions, DecisionSink
 from .need import blocks_for
-from .plan import BatchShape, ScheduledRequest, StepPlan, StepResult
-from .preemption import VICTIMS, VictimPolicy
+from .plan import BatchShape, OomReport, ScheduledRequest, StepPlan, StepResult
+from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
 from .request import Outcome, Request, RequestSpec, State
-from .scheduler import Draft, Scheduler, Share
+from .scheduler import Scheduler
 from .tables import BlockTable, BlockTables
-from .waiting import QUEUES
 
 
 class ProgressError(RuntimeError):
@@ -40,12 +41,17 @@ class Committed:
     """What the steps that were committed amounted to, for whoever keeps the record."""
 
     steps: int
+    computed: int
+    """Those of them that computed something; all but the last if that ran out of memory."""
     usage: tuple[tuple[int, int], ...]
     """`(step index in the stretch, owned blocks from then on)`, from index 0."""
     table_slots: tuple[int, ...]
     """For each entry of `usage`: token slots in all block tables, a shared block counted for each holder."""
     written_tokens: int
     """Tokens in those tables once step 0 is computed; every further step adds one a decoding sequence."""
+    first_gap_fs: int | None
+    """Time from the end of the decode set's latest step before this plan to the end of its first step in it; None when
+    the set did not compute. The gaps of the later steps are their durations."""
 
 
 class EngineCore:
@@ -55,22 +61,24 @@ class EngineCore:
         self,
         config: EngineConfig,
         *,
-        admission: Admission | None = None,
-        victim: VictimPolicy | None = None,
+        policy: Policy | None = None,
         decision_sink: DecisionSink | None = None,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_gpu_blocks)
         self.tables = BlockTables(self.pool, config.block_size, config.sliding_window)
         self._keys = KeyTable()
-        self._admission = DefaultAdmission(config) if admission is None else admission
-        self._scheduler = Scheduler(
-            config,
-            self.tables,
-            QUEUES[config.scheduling_policy](),
-            self._admission,
-            VICTIMS[config.scheduling_policy] if victim is None else victim,
-        )
+        policy = scheduling_policy(config) if policy is None else policy
+        self._admission = policy.admission(config)
+        self._scheduler = Scheduler(config, self.tables, self._admission, policy)
+        self._ladder = None
+        if policy.ladder is not None:
+            check_ladder(policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
+            self._ladder = Ladder(policy.ladder, self._scheduler.knobs)
+        self._ooms_in_a_row = 0
+        self._steps_since_oom = 0
+        self.oom_events = 0
+        """Steps that ran out of memory so far."""
         self._requests: dict[str, Request] = {}
         self._next_seq = 0
         self._step = 0
@@ -80,6 +88,9 @@ class EngineCore:
         self._draft: Draft | None = None
         self._leaving: list[Request] = []
         self._ended: list[Request] = []
+        self.swapped_out_blocks = 0
+        self.swapped_in_blocks = 0
+        """Blocks copied to and from the CPU pool so far."""
 
     # -- what a world may ask ---------------------------------------------------------------------------------------
 
@@ -90,8 +101,8 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests."""
-        return len(self._scheduler.waiting)
+        """Queued requests, swapped ones included."""
+        return len(self._scheduler.waiting) + len(self._scheduler.swapped)
 
     @property
     def num_unfinished(self) -> int:
@@ -141,16 +152,15 @@ class EngineCore:
         )
         request.target_tokens = min(request.target_tokens, self.config.max_model_len)
         self._next_seq += 1
-        rejection = self._admission.arrive(spec)
+        rejection = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
         if rejection is not None:
-            request.finish_reason = rejection.code
-            request.retry_after_s = rejection.retry_after_s
-            self._end(request, Outcome.REJECTED, rejection.reason, now_fs)
-            self._decisions.rejected.append((spec.request_id, rejection.reason))
+            self._reject(request, rejection, now_fs)
             return Arrived(request, may_change_plan=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
+        self._scheduler.backlog_tokens += spec.input_tokens
         became_head = self._scheduler.waiting.add(request)
-        return Arrived(request, may_change_plan=became_head and self.num_running < self.config.max_num_seqs)
+        somebody_looks = self.num_running < self.config.max_num_seqs or self._ladder is not None
+        return Arrived(request, may_change_plan=became_head and somebody_looks)
 
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
@@ -165,6 +175,9 @@ class EngineCore:
         request.outcome, request.reason = outcome, reason
         if request.state is State.WAITING:
             self._scheduler.waiting.discard(request)
+            self._end(request, outcome, reason, now_fs)
+        elif request.state is State.SWAPPED:
+            self._scheduler.drop_swapped(request)
             self._end(request, outcome, reason, now_fs)
         elif self._plan is not None:
             request.abort_fs = now_fs
@@ -183,28 +196,32 @@ class EngineCore:
         """
         if self._plan is not None:
             raise RuntimeError(f"step {self._plan.step} is under way; commit it before planning the next")
+        if max_repeat is not None and max_repeat < 1:
+            raise ValueError(f"max_repeat is {max_repeat}; a plan has at least 1 step")
         scheduler = self._scheduler
-        copies: list[tuple[int, int]] = []
+        self._climb(now_fs)
         while True:
             draft = scheduler.draft(now_fs)
-            copies += draft.copies
             self._note(draft, now_fs)
-            if draft.shares or len(scheduler.decode):
+            if draft.shares or (draft.decode and len(scheduler.decode)):
                 break
-            if not (draft.preempted or draft.unservable):
+            if not draft.changed_queue:
                 self._assert_progress()
                 return None
         shape = self._shape(draft)
+        step = self._step
         plan = StepPlan(
-            step=self._step,
+            step=step,
             repeat=self._repeat(draft, max_repeat),
             start_fs=now_fs,
             shape=shape,
-            copies=tuple(copies),
+            copies=tuple(self._decisions.copied),
+            swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
+            swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
-            scheduled=self._scheduled,
+            scheduled=lambda ahead: self._scheduled(step, ahead),
         )
         self._plan, self._draft = plan, draft
         if self._sink is not None:
@@ -222,33 +239,55 @@ class EngineCore:
         if not 1 <= result.steps <= plan.repeat:
             raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
+        computed = result.steps_computed
         usage, table_slots = self._leap(plan, result)
-        written = (
-            decode.computed_tokens
-            + len(decode)
-            + sum(share.context_tokens + share.num_tokens for share in draft.shares.values())
-        )
-        idle = sum(r.num_computed_tokens for order, r in scheduler.catching_up.items() if order not in draft.shares)
-        decode.clock += result.steps
-        scheduler.last_step_end_fs = now_fs
+        members = len(decode) if draft.decode and computed else 0
+        written = decode.computed_tokens + members
+        for order, request in scheduler.catching_up.items():
+            share = draft.shares.get(order)
+            written += request.num_computed_tokens + (share.num_tokens if share and computed else 0)
+            written -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
+        first_gap_fs = None
+        if members:
+            first_end_fs = plan.start_fs + result.durations.before_fs(1)
+            first_gap_fs = first_end_fs - decode.last_end_fs
+            decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
         self._step += result.steps
         self._plan = self._draft = None
+        if not computed:
+            scheduler.take_back(draft, now_fs)
+            draft.shares = {}
         for request in self._leaving:
             self._share_done(draft, request)
-            was_decoding = request.decoding
+            got_token = request.decoding and members > 0 and result.oom is None
             self._retire(request, now_fs)
-            request.num_tokens -= was_decoding  # the token of the last step was never delivered
-            self._end(request, request.outcome or Outcome.ABORTED, request.reason, request.abort_fs or now_fs)
+            request.num_tokens -= got_token  # the token of the last step was never delivered
+            self._end(
+                request,
+                request.outcome or Outcome.ABORTED,
+                request.reason,
+                now_fs if request.abort_fs is None else request.abort_fs,
+            )
         self._leaving = []
         self._advance_shares(draft, now_fs)
         finished = {request.order: request for request in decode.completed()}
         finished |= {r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens}
         for request_id in result.stopped:
-            if (stopped := self._requests.get(request_id)) is not None:
-                finished[stopped.order] = stopped
+            if (stopped := self._requests.get(request_id)) is None:
+                continue  # its client left during the step: this output comes too late
+            if stopped.state is not State.RUNNING or decode.known(stopped) <= stopped.spec.input_tokens:
+                raise ValueError(f"the result says that {request_id!r} stopped, but it got no token in this plan")
+            finished[stopped.order] = stopped
         for order in sorted(finished):
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
-        return Committed(result.steps, usage, table_slots, written + idle)
+        self._learn_from(result.oom, plan.shape, now_fs)
+        return Committed(result.steps, computed, usage, table_slots, written, first_gap_fs)
+
+    def close(self, now_fs: int) -> None:
+        """The run is over: log what was decided after the last step."""
+        if self._sink is not None and self._decisions.any:
+            self._sink(self._decisions.entry(self._step, []), now_fs)
+        self._decisions = Decisions()
 
     def check(self) -> None:
         """Verify the books: I1 to I5 after any event.
@@ -262,7 +301,7 @@ class EngineCore:
             tokens = scheduler.decode.computed(request)
             if order in shares:
                 tokens += shares[order].num_tokens
-            elif request.decoding and self._plan is not None:
+            elif request.decoding and self._draft is not None and self._draft.decode:
                 tokens += 1
             expected = blocks_for(tokens, self.config.block_size)
             if len(request.table) != expected:
@@ -272,11 +311,68 @@ class EngineCore:
         table_blocks = sum(request.held_blocks for request in scheduler.running.values())
         if scheduler.table_blocks != table_blocks:
             raise IntegrityError(f"{table_blocks} table entries exist, {scheduler.table_blocks} are counted")
+        self._scheduler.cpu_pool.check((request.request_id, request.cpu_blocks) for request in self._scheduler.swapped)
         in_system = self.num_running + self.num_waiting
         if in_system != self.num_unfinished:
             raise IntegrityError(
                 f"{self.num_unfinished} requests are in the system, but {in_system} are running or waiting"
             )
+
+    # -- pressure ---------------------------------------------------------------------------------------------------
+
+    def _climb(self, now_fs: int) -> None:
+        """Let the ladder react to the state before this step, and carry out what its rungs do to running requests."""
+        ladder, scheduler = self._ladder, self._scheduler
+        if ladder is None:
+            return
+        changes = ladder.update(scheduler.view_at(now_fs))
+        self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in changes]
+        relief = Draft(budget=0)
+        for rung, on in changes:
+            if rung.action == "drop_cache" and on:
+                self.pool.drop_cached()
+        for rung in ladder.active:
+            if rung.action in ("pause", "swap_out"):
+                scheduler.pause_running(rung.value, rung.action, relief, now_fs)
+            elif rung.action in ("cap_running", "truncate"):
+                for request in [r for r in scheduler.running.values() if not scheduler.knobs.spares(r.spec.priority)]:
+                    if rung.action == "cap_running":
+                        scheduler.cap_output(request, int(rung.value), rung.action)
+                    elif blocks := scheduler.truncate_context(request, int(rung.value), now_fs):
+                        relief.released.append((request.request_id, blocks))
+        self._note(relief, now_fs)
+
+    def _learn_from(self, oom: OomReport | None, shape: BatchShape, now_fs: int) -> None:
+        """After a step that ran out of memory, go on with half its tokens; if that fails too, end the request that asks for most.
+
+        After 16 good steps the cap doubles, until it is gone.
+        """
+        scheduler = self._scheduler
+        if oom is None:
+            self._ooms_in_a_row = 0
+            self._steps_since_oom += 1
+            if scheduler.token_cap is not None and self._steps_since_oom % 16 == 0:
+                scheduler.token_cap *= 2
+                if scheduler.token_cap >= self.config.max_num_batched_tokens:
+                    scheduler.token_cap = None
+            return
+        self.oom_events += 1
+        self._ooms_in_a_row += 1
+        self._steps_since_oom = 0
+        if self._ladder is not None:
+            self._ladder.note_oom()
+        scheduler.token_cap = max(1, shape.num_tokens // 2)
+        if self._ooms_in_a_row > 1 and scheduler.running:
+            victim = max(
+                scheduler.running.values(),
+                key=lambda r: (r.num_tokens - r.num_computed_tokens if not r.decoding else 1, r.spec.priority, r.order),
+            )
+            reason = (
+                f"out of memory in {oom.op}: {oom.requested_bytes} bytes wanted, {oom.free_bytes} free, "
+                f"also after the step was cut to {shape.num_tokens} tokens"
+            )
+            self._retire(victim, now_fs)
+            self._end(victim, Outcome.FAILED, reason, now_fs)
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
 
@@ -284,15 +380,24 @@ class EngineCore:
         """Move the decisions of a draft to the log, and end what it found unservable."""
         decisions = self._decisions
         decisions.preempted += [request.request_id for request in draft.preempted]
+        if self._ladder is not None:
+            for _ in draft.preempted:
+                self._ladder.note_preemption(self._scheduler.decode.clock)
         decisions.released += draft.released
         decisions.admitted += [request.request_id for request in draft.admitted]
         decisions.copied += draft.copies
+        decisions.swapped_out += draft.swap_outs
+        decisions.swapped_in += draft.swap_ins
+        self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
+        self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
+        for request, rejection in draft.turned_away:
+            self._reject(request, rejection, now_fs)
         for request, reason in draft.unservable:
             self._end(request, Outcome.FAILED, reason, now_fs)
 
     def _assert_progress(self) -> None:
         if self.num_waiting and not self.num_running and not self.pool.num_quarantined:
-            head = self._scheduler.waiting.head()
+            head = self._scheduler.swapped[0] if self._scheduler.swapped else self._scheduler.waiting.head()
             assert head is not None
             raise ProgressError(
                 f"{self.num_waiting} requests wait and none can start, though nothing runs: the first, {head.request_id}, has "
@@ -302,7 +407,8 @@ class EngineCore:
     def _shape(self, draft: Draft) -> BatchShape:
         decode = self._scheduler.decode
         prefill: list[tuple[int, int]] = []
-        seqs, context, sampled = len(decode), decode.context_tokens, len(decode)
+        seqs = sampled = len(decode) if draft.decode else 0
+        context = decode.context_tokens if draft.decode else 0
         for share in draft.shares.values():
             sampled += share.samples
             if share.num_tokens == 1 and share.context_tokens and share.samples:
@@ -315,7 +421,8 @@ class EngineCore:
             decode_seqs=seqs,
             decode_context_tokens=context,
             sampled_seqs=sampled,
-            copied_blocks=len(draft.copies),
+            copied_blocks=len(self._decisions.copied),
+            swapped_blocks=sum(len(pairs) for _, pairs in (*self._decisions.swapped_out, *self._decisions.swapped_in)),
         )
 
     def _repeat(self, draft: Draft, max_repeat: int | None) -> int:
@@ -325,22 +432,35 @@ class EngineCore:
         start later in the stretch: evicting a cached block it would have found costs it a hit and saves it a revival.
         """
         decode = self._scheduler.decode
-        if draft.shares or draft.preempted or draft.unservable or self._scheduler.catching_up:
+        if draft.shares or draft.changed_queue or self._scheduler.catching_up or not self._scheduler.steady:
             return 1
         limit = decode.steps_to_completion() or 1
+        room = self.pool.num_free
+        if self._scheduler.token_cap is not None:
+            return 1
+        if self._ladder is not None:
+            until_change = self._ladder.blocks_until_change(self._scheduler.view)
+            if until_change is None:
+                return 1
+            room = min(room, until_change)
         if max_repeat is not None:
             limit = min(limit, max_repeat)
-        return 1 + decode.steps_that_fit(self.pool.num_free, 1, limit - 1)
+        return 1 + decode.steps_that_fit(room, 1, limit - 1)
 
-    def _scheduled(self, ahead: int) -> tuple[ScheduledRequest, ...]:
-        """The requests of step `ahead` of the plan that is out, in running order, with the tables they will have then."""
-        if self._draft is None or self._plan is None:
-            raise RuntimeError("the plan has been committed: its tables may be gone")
+    def _scheduled(self, step: int, ahead: int) -> tuple[ScheduledRequest, ...]:
+        """The requests of step `step + ahead`, in running order, with the tables they will have then.
+
+        Raises RuntimeError if the plan that starts at `step` is not out any more, ValueError if it has no such step.
+        """
+        if self._draft is None or self._plan is None or self._plan.step != step:
+            raise RuntimeError(f"the plan of step {step} has been committed: its tables may be gone")
+        if not 0 <= ahead < self._plan.repeat:
+            raise ValueError(f"step {ahead} of a plan of {self._plan.repeat} steps was asked for; they count from 0")
         decode, draft = self._scheduler.decode, self._draft
         future = self._future_blocks(ahead)
         scheduled = []
         for order, request in self._scheduler.running.items():
-            if request.decoding:
+            if request.decoding and draft.decode:
                 blocks = (*request.table.blocks, *future.get(order, ()))
                 scheduled.append(
                     ScheduledRequest(request.request_id, 1, decode.computed(request) + ahead, blocks, samples=True)
@@ -370,6 +490,10 @@ class EngineCore:
         slots = scheduler.table_blocks * block_size
         usage, table_slots = [(0, self.pool.num_owned)], [slots]
         for ahead in range(1, result.steps):
+            if ahead == result.steps_computed:
+                if self._sink is not None:  # it was begun, and took nothing
+                    self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), {}, Decisions())
+                break
             grown: dict[int, list[int]] = {}
             if decode.num_needing_block(ahead):
                 grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
@@ -403,6 +527,8 @@ class EngineCore:
             request.num_tokens += 1
             if request.first_token_fs is None:
                 request.first_token_fs = now_fs
+                scheduler.backlog_tokens -= request.spec.input_tokens
+                scheduler.drain.prompt_done(now_fs, request.arrival_fs, request.spec.input_tokens)
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
@@ -411,8 +537,10 @@ class EngineCore:
                 scheduler.decode.join(request)
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
+        held_blocks = request.held_blocks
         self._retire(request, now_fs)
         spec = request.spec
+        self._scheduler.drain.ended(now_fs, spec, held_blocks, request.num_output_tokens)
         capped = (
             request.num_output_tokens >= (spec.max_tokens or spec.output_tokens + 1)
             or request.num_tokens >= self.config.max_model_len
@@ -429,17 +557,26 @@ class EngineCore:
         )
         self._decisions.released.append((request.request_id, released))
 
+    def _reject(self, request: Request, rejection: Rejection, now_fs: int) -> None:
+        request.finish_reason = rejection.code
+        request.retry_after_s = rejection.retry_after_s
+        self._end(request, Outcome.REJECTED, rejection.reason, now_fs)
+        self._decisions.rejected.append((request.request_id, rejection.reason))
+
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
+        self._scheduler.forget_private(request)
         request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
-        self._requests.pop(request.request_id, None)
+        if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
+            self._scheduler.backlog_tokens -= request.spec.input_tokens
         self._ended.append(request)
 
     def _log(self, step: int, start_fs: int, grown: dict[int, list[int]], decisions: Decisions) -> None:
         assert self._sink is not None
-        shares = self._draft.shares if self._draft is not None else {}
+        assert self._draft is not None
+        shares = self._draft.shares
         scheduled = []
         for order, request in self._scheduler.running.items():
-            if request.decoding:
+            if request.decoding and self._draft.decode:
                 scheduled.append((request.request_id, 1, grown.get(order, [])))
             elif order in shares:
                 scheduled.append((request.request_id, shares[order].num_tokens, shares[order].new_blocks))

@@ -14,8 +14,8 @@ class Decisions:
     """Decisions taken since the last logged step, waiting for the next one."""
 
     preempted: list[str] = field(default_factory=list)
-    swapped_out: list[tuple[str, list[int]]] = field(default_factory=list)
-    swapped_in: list[tuple[str, list[int]]] = field(default_factory=list)
+    swapped_out: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
+    swapped_in: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
     released: list[tuple[str, list[int]]] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)

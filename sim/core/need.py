@@ -43,8 +43,15 @@ def new_blocks(
     nobody holds (taking them costs capacity: golden trace T3); `copied` are shared blocks that must be duplicated first.
     Source: vLLM V1 `allocate_slots` (engine-policies §1.1.4).
     """
-    grown = blocks_for(total_tokens, block_size) - max(skipped, held + hits)
-    return max(grown, 0) + unreferenced_hits + copied
+    return (
+        new_blocks_for_whole(blocks_for(total_tokens, block_size), max(skipped, held + hits), unreferenced_hits)
+        + copied
+    )
+
+
+def new_blocks_for_whole(whole: int, had: int, unreferenced_hits: int) -> int:
+    """Blocks that leave the free queue when a table of `had` entries grows to `whole`, hits that nobody holds included."""
+    return max(whole - had, 0) + unreferenced_hits
 
 
 def admission_blocks(

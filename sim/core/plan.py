@@ -126,6 +126,13 @@ class Durations:
                 low = middle + 1
         return low
 
+    def without_first(self) -> Durations:
+        """All steps but the first."""
+        head, *rest = self.segments
+        if head.steps == 1:
+            return Durations(tuple(rest))
+        return Durations((Segment(head.steps - 1, head.first_fs + head.growth_fs, head.growth_fs), *rest))
+
     def prefix(self, steps: int) -> Durations:
         """The first `steps` steps."""
         kept: list[Segment] = []
@@ -171,10 +178,10 @@ class StepPlan:
     """Sizes of the first step; each repetition adds `decode_seqs` to `decode_context_tokens`."""
     copies: tuple[tuple[int, int], ...] = ()
     """Block copies `(source, destination)` that must be done before anything is written."""
-    swap_outs: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """`(request_id, block_ids)` to save to the CPU pool before anything is written."""
-    swap_ins: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """`(request_id, block_ids)` to restore from the CPU pool before they are read."""
+    swap_outs: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
+    """`(request_id, (device block, CPU block) pairs)` to save to the CPU pool before anything else is done."""
+    swap_ins: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
+    """`(request_id, (CPU block, device block) pairs)` to restore after the swap-outs and before anything is computed."""
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     admitted: tuple[str, ...] = ()
@@ -183,6 +190,16 @@ class StepPlan:
     """Requests that lost their blocks to it."""
     scheduled: Callable[[int], tuple[ScheduledRequest, ...]] = field(repr=False)
     """`scheduled(i)` for i in [0, repeat): the requests of step `step + i`, in running order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomReport:
+    """A step that ran out of memory: the engine takes it back and goes on smaller."""
+
+    op: str
+    """What was being allocated: a ledger line or an operator."""
+    requested_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,10 +213,18 @@ class StepResult:
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled token ids a request, where a real model ran; empty in a simulation."""
 
+    oom: OomReport | None = None
+    """Set when the last of the steps failed for lack of memory: it took its time and computed nothing."""
+
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """Steps done, one that ran out of memory included."""
         return self.durations.steps
+
+    @property
+    def steps_computed(self) -> int:
+        """Steps whose tokens count."""
+        return self.steps - (self.oom is not None)
 
     @property
     def duration_s(self) -> float:
@@ -208,7 +233,8 @@ class StepResult:
 
     def cut(self, steps: int) -> StepResult:
         """The result of a stretch that was ended after `steps` steps."""
-        return StepResult(durations=self.durations.prefix(steps), stopped=self.stopped, tokens=self.tokens)
+        oom = self.oom if steps == self.steps else None
+        return StepResult(durations=self.durations.prefix(steps), stopped=self.stopped, tokens=self.tokens, oom=oom)
 
 
 class Executor(Protocol):

@@ -18,16 +18,16 @@ class KeyTable:
     """Gives every distinct chain of content a number, and every private continuation a number of its own."""
 
     def __init__(self) -> None:
-        self._chains: dict[Namespace | tuple[int, Hashable], int] = {}
+        self._chains: dict[Hashable, int] = {}
         self._next = 1
 
-    def chain(self, namespace: Namespace, contents: Iterable[Hashable]) -> list[int]:
-        """For each of `contents`, the chain that ends with it and starts in `namespace`."""
+    def chain(self, namespace: Namespace, span_tokens: int, contents: Iterable[Hashable]) -> list[int]:
+        """For each of `contents`, which names `span_tokens` tokens, the chain that ends with it and starts in `namespace`."""
         chains = self._chains
-        last = self._intern(namespace)
+        last = self._intern((namespace, span_tokens))
         made: list[int] = []
         for content in contents:
-            link = (last, content)
+            link = (last, content.__class__, content)  # the class, because 1 == True == 1.0
             found = chains.get(link)
             if found is None:
                 found = chains[link] = self._next
@@ -40,10 +40,10 @@ class KeyTable:
         self._next += 1
         return self._next - 1
 
-    def _intern(self, namespace: Namespace) -> int:
-        chain = self._chains.get(namespace)
+    def _intern(self, start: tuple[Namespace, int]) -> int:
+        chain = self._chains.get(start)
         if chain is None:
-            chain = self._chains[namespace] = self.private()
+            chain = self._chains[start] = self.private()
         return chain
 
 
@@ -92,7 +92,8 @@ class BlockKeys:
 
     def _shared_chains(self) -> list[int]:
         if self._chains is None:
-            self._chains = self._table.chain(self._spec.namespace, self._spec.content_ids)
+            spec = self._spec
+            self._chains = self._table.chain(spec.namespace, spec.content_block_tokens, spec.content_ids)
         return self._chains
 
 

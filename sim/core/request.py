@@ -52,6 +52,16 @@ class RequestSpec:
     timeout_s: float | None = None
     """The client gives up this long after arrival, if it is not served by then."""
 
+    def __post_init__(self) -> None:
+        for name in ("input_tokens", "output_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"request {self.request_id}: {name} is {value}; it must be at least 1")
+        if self.content_ids and self.content_block_tokens < 1:
+            raise ValueError(
+                f"request {self.request_id}: content_block_tokens is {self.content_block_tokens}; ids name at least 1 token"
+            )
+
     @property
     def target_tokens(self) -> int:
         """Output tokens this request ends with when nothing interferes."""
@@ -63,6 +73,7 @@ class State(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     ENDED = "ended"
 
 
@@ -88,8 +99,11 @@ class Request:
         "anchor",
         "arrival_fs",
         "computed_high",
+        "cpu_blocks",
         "decode_spans",
         "decoding",
+        "degraded",
+        "dropped_tokens",
         "ended_fs",
         "finish_clock",
         "finish_reason",
@@ -129,7 +143,7 @@ class Request:
         self.state = State.WAITING
         self.outcome: Outcome | None = None
         self.finish_reason = ""
-        """`stop`, `length`, or empty."""
+        """`stop` or `length` of a finished request, the code of a rejection, else empty."""
         self.reason = ""
         """In words, with numbers, why the request ended as it did."""
         self.retry_after_s: float | None = None
@@ -149,10 +163,10 @@ class Request:
         self.anchor = 0
         self.finish_clock = 0
         self.decode_spans: list[tuple[int, int]] = []
-        """Intervals [joined, left) of the engine's step clock in which every step gave this request a token; its inter-token
-        gaps there are the durations of those steps."""
+        """Intervals [start, end) of the decode set's clock in which every step gave this request a token, one step's time after
+        the token before."""
         self.other_gaps_fs: list[int] = []
-        """The remaining inter-token gaps, those that span missed steps."""
+        """The remaining inter-token gaps: the first in the decode set, and those that span missed steps."""
         self.abort_fs: int | None = None
         """When the client went away while a step with this request was out."""
         self.scheduled_fs: int | None = None
@@ -163,6 +177,12 @@ class Request:
         self.num_preemptions = 0
         self.recomputed_tokens = 0
         self.peak_blocks = 0
+        self.degraded: list[str] = []
+        """Rungs of the ladder that touched it, in order of first touch."""
+        self.dropped_tokens = 0
+        """Tokens in the middle of its context whose KV was given up (`truncate`)."""
+        self.cpu_blocks: list[int] = []
+        """Blocks of the CPU pool that hold its KV while it is swapped out."""
         self.held_blocks = 0
         self.held_since_fs = 0
         self.kv_block_fs = 0
@@ -177,6 +197,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens sampled so far (not while `decoding`)."""
         return self.num_tokens - self.spec.input_tokens
+
+    def degrade(self, action: str) -> None:
+        """Note that a rung of the ladder touched this request."""
+        if action not in self.degraded:
+            self.degraded.append(action)
 
     def hold(self, change: int, now_fs: int) -> None:
         """Account for `change` blocks added to the table (or, when negative, given back)."""

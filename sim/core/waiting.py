@@ -1,16 +1,23 @@
-"""The queue of requests that wait for admission."""
+"""The queue of requests that wait for admission, and the orders it can have."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .request import Request, State
+
+if TYPE_CHECKING:
+    from .view import EngineView
 
 
 class WaitingQueue(Protocol):
     """Requests in the order in which they will be tried. Ended requests are passed over, so an abort costs nothing here."""
+
+    steady: bool
+    """True if the order of those in the queue changes only when somebody enters or leaves it."""
 
     def __len__(self) -> int: ...
     def add(self, request: Request) -> bool:
@@ -37,7 +44,9 @@ class WaitingQueue(Protocol):
 class FcfsQueue:
     """First come, first served; a preempted request goes to the front (vLLM V1)."""
 
-    def __init__(self) -> None:
+    steady = True
+
+    def __init__(self, view: EngineView | None = None) -> None:
         self._queue: deque[Request] = deque()
         self._ended = 0
 
@@ -69,27 +78,32 @@ class FcfsQueue:
         self._ended += 1
 
 
-class PriorityQueue:
-    """Smallest `(priority, arrival, seq)` first; preempted requests take the place their priority gives them (vLLM V1)."""
+class KeyedQueue:
+    """Smallest key first, ties by arrival; preempted requests take the place their key gives them. The key of a request is
+    computed when it is queued and must not depend on when that is.
+    """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, Request]] = []
+    steady = True
+
+    def __init__(self, key: Callable[[Request], float]) -> None:
+        self._key = key
+        self._heap: list[tuple[float, int, int, Request]] = []
         self._ended = 0
 
     def __len__(self) -> int:
         return len(self._heap) - self._ended
 
     def add(self, request: Request) -> bool:
-        """Queue by priority."""
+        """Queue by key."""
         self.put_back(request)
         return self.head() is request
 
     def put_back(self, request: Request) -> None:
-        """Queue by priority."""
-        heappush(self._heap, (request.spec.priority, request.arrival_fs, request.seq, request))
+        """Queue by key."""
+        heappush(self._heap, (self._key(request), request.arrival_fs, request.seq, request))
 
     def head(self) -> Request | None:
-        """The most important request, the oldest of them."""
+        """The request with the smallest key, the oldest of them."""
         while self._heap and self._heap[0][3].state is State.ENDED:
             heappop(self._heap)
             self._ended -= 1
@@ -104,5 +118,14 @@ class PriorityQueue:
         self._ended += 1
 
 
-QUEUES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
-"""Queue by scheduling policy."""
+def priority_queue(view: EngineView | None = None) -> KeyedQueue:
+    """Strictly by priority, smallest first (vLLM V1 priority scheduling)."""
+    return KeyedQueue(lambda request: request.spec.priority)
+
+
+def aging_queue(fs_per_level: int) -> Callable[[EngineView], KeyedQueue]:
+    """Makes queues by priority, where waiting `fs_per_level` is worth one level: nobody starves.
+
+    All requests age alike, so the order of two never changes and the key is fixed: arrival + priority x fs_per_level.
+    """
+    return lambda view: KeyedQueue(lambda request: request.arrival_fs + request.spec.priority * fs_per_level)

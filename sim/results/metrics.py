@@ -80,11 +80,11 @@ def statistics(
 def inter_token_gaps(recorder: Recorder) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Every gap between consecutive tokens of finished requests, as values in seconds and how often each occurred.
 
-    A step's duration is the gap of everyone who decoded in it; who that was follows from when requests joined and left.
+    The time between two steps of the decode set is the gap of everyone in it; who that was follows from when they joined and left.
     """
     import numpy as np
 
-    segments = recorder.step_segments
+    segments = recorder.gap_segments
     counts = np.array([segment.steps for segment in segments], dtype=np.int64)
     first = np.array([segment.first_fs for segment in segments], dtype=np.int64)
     growth = np.array([segment.growth_fs for segment in segments], dtype=np.int64)

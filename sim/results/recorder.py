@@ -66,8 +66,8 @@ class Recorder:
         self.ended_requests: list[Request] = []
         self.marks: list[tuple[int, str, str]] = []
         """`(time, kind, request_id)` of preemptions, rejections and failures."""
-        self.step_segments: list[Segment] = []
-        """Durations of all steps, in order."""
+        self.gap_segments: list[Segment] = []
+        """For each step of the decode set, in order, the time since its step before."""
         self.integrals = Integrals()
         self.num_events = 0
         """Arrivals, admissions, preemptions and endings: what happened, however many steps were leapt over."""
@@ -117,9 +117,13 @@ class Recorder:
         row.end_fs = plan.start_fs + result.durations.total_fs
         row.steps += result.steps
         row.used_blocks_end = committed.usage[-1][1]
-        row.prefill_tokens += plan.shape.prefill_tokens
-        row.decode_tokens += plan.shape.decode_seqs * result.steps
-        self.step_segments += result.durations.segments
+        row.prefill_tokens += plan.shape.prefill_tokens if committed.computed else 0
+        row.decode_tokens += plan.shape.decode_seqs * committed.computed
+        if result.oom is not None:
+            self.marks.append((row.end_fs, "oom", result.oom.op))
+        if committed.first_gap_fs is not None:
+            self.gap_segments.append(Segment(1, committed.first_gap_fs))
+            self.gap_segments += result.durations.prefix(committed.computed).without_first().segments
         self._integrate(plan, result, committed)
         self._count_in_system(core.num_unfinished, row.end_fs)
 

@@ -11,6 +11,7 @@ from sim.core.config import ConfigError, EngineConfig
 from sim.core.engine import EngineCore, ProgressError
 from sim.core.log import DecisionSink
 from sim.core.plan import Executor
+from sim.core.policy import Policy
 from sim.core.request import Request, RequestSpec
 from sim.costs.protocol import CostModel
 from sim.results.recorder import Recorder, RunRecord
@@ -33,13 +34,14 @@ def run_world(
     check: bool = False,
     decision_log: Callable[[dict[str, object]], None] | None = None,
     executor: Callable[[EngineCore], Executor] | None = None,
+    policy: Policy | None = None,
 ) -> RunRecord:
     """Simulate `requests` (in order of arrival) on `replicas` equal engines until every one has ended.
 
     `max_concurrency` makes the clients a closed loop. `stepping` turns leaps off; the result is the same. `check` verifies the
     engine's books after every event. `decision_log` gets every step's entry; with several replicas when the run is
     over, in order of time and with a `replica` key, because a leap writes its steps later than a single step would.
-    `executor` replaces the cost model by something that really runs.
+    `policy` decides where engines differ (default: vLLM V1). `executor` replaces the cost model by something that really runs.
 
     Raises ConfigError for settings that make no sense, IntegrityError or ProgressError if the core is at fault.
     """
@@ -63,7 +65,7 @@ def run_world(
     recorders: list[Recorder] = []
     log = None if decision_log is None else _Log(decision_log, replicas)
     for index in range(replicas):
-        core = EngineCore(config, decision_sink=None if log is None else log.sink(index))
+        core = EngineCore(config, policy=policy, decision_sink=None if log is None else log.sink(index))
         recorder = Recorder(index, core)
         served_by = ModelExecutor(cost) if executor is None else executor(core)
         servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
@@ -87,6 +89,8 @@ def run_world(
     else:
         env.process(closed_loop(env, requests, send_and_wait, max_concurrency))
     env.run()
+    for core in engines:
+        core.close(int(env.now))
     if log is not None:
         log.close()
     for core in engines:

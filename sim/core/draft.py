@@ -1,0 +1,63 @@
+"""The decisions of one step while they are being made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .admission import Rejection
+from .request import Request
+
+
+@dataclass(slots=True)
+class Share:
+    """What one request that is not in the decode set computes in this step."""
+
+    request: Request
+    num_tokens: int
+    context_tokens: int
+    new_blocks: list[int]
+    """Blocks that joined its table for this step, prefix hits included."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether the request's last known token is computed."""
+        return self.context_tokens + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step in the making. Blocks are taken and given back as it grows; counts of tokens move when it is committed."""
+
+    budget: int
+    """Tokens that may still be scheduled."""
+    budget_below_guard: int = 1 << 62
+    """Tokens of prompts that requests below the ladder's guard may still take."""
+    decode: bool = True
+    """Whether the decode set computes in this step."""
+    decode_blocks: dict[int, list[int]] = field(default_factory=dict)
+    """New blocks of decode-set members, by admission order."""
+    shares: dict[int, Share] = field(default_factory=dict)
+    """Everything else that is scheduled, by admission order."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    """Running requests that lost their blocks, swapped out or not."""
+    swap_outs: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
+    """`(request_id, (device block, CPU block) pairs)` to save before anything is written."""
+    swap_ins: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
+    """`(request_id, (CPU block, device block) pairs)` to restore before they are read."""
+    unservable: list[tuple[Request, str]] = field(default_factory=list)
+    """Requests that outgrew the whole pool, with the reason."""
+    turned_away: list[tuple[Request, Rejection]] = field(default_factory=list)
+    """Queued requests that the admission policy rejected when their turn came."""
+    released: list[tuple[str, list[int]]] = field(default_factory=list)
+
+    @property
+    def swapped_blocks(self) -> int:
+        """Blocks copied between the device and the CPU pool, both directions together."""
+        return sum(len(pairs) for _, pairs in (*self.swap_outs, *self.swap_ins))
+
+    @property
+    def changed_queue(self) -> bool:
+        """Whether somebody left the running set or the queue, so that a second look may find something to do."""
+        return bool(self.preempted or self.unservable or self.turned_away)

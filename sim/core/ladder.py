@@ -1,0 +1,207 @@
+"""The degradation ladder: explicit, reversible steps that meet pressure before it becomes a failure.
+
+Each rung has a trigger (a pressure signal and two thresholds, so that it does not flutter), an action, and a guard: requests
+at least as important as the guard are never touched. Rungs are tried in the configured order; all off is the plain engine.
+No engine that was read does this (engine-policies §3); the actions are kvtwin's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .clock import to_fs
+from .config import ConfigError
+from .view import EngineView
+
+SIGNALS: dict[str, str] = {
+    "kv_usage": "share of the pool that is owned",
+    "shortage": "blocks that the decoding requests will lack within the next two blocks' worth of steps, as a share of the pool",
+    "queue_s": "seconds that the oldest waiting request has waited",
+    "preemptions": "preemptions within the last 64 decode steps",
+    "oom": "out-of-memory events since the rung was last off",
+}
+"""Pressure signals by name."""
+
+ACTIONS: dict[str, str] = {
+    "drop_cache": "cached blocks that nobody holds are forgotten",
+    "no_reuse": "new requests neither look up nor leave anything in the prefix cache",
+    "pause_admission": "nobody below the guard is admitted",
+    "shrink_step": "a step computes at most a part of its token budget",
+    "cap_new": "requests below the guard that start now get fewer output tokens",
+    "cap_running": "running requests below the guard get fewer output tokens",
+    "swap_out": "running requests below the guard are saved to the CPU pool until usage falls",
+    "pause": "running requests below the guard give up their blocks until usage falls, saved or to be recomputed",
+    "truncate": "running requests below the guard keep their first block and a window of their context",
+    "shed": "waiting requests below the guard are sent away with a time to come back",
+}
+"""What a rung can do, by name, and what its users see."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One step of the ladder."""
+
+    action: str
+    """One of `ACTIONS`."""
+    signal: str = "kv_usage"
+    """One of `SIGNALS`."""
+    on: float
+    """The rung goes on when the signal is at or above this."""
+    off: float
+    """It goes off again when the signal is below this."""
+    hold_s: float = 1.0
+    """Shortest time it stays on."""
+    value: float = 0.0
+    """What the action is measured by: the share of the token budget (`shrink_step`), output tokens (`cap_new`, `cap_running`),
+    context tokens kept (`truncate`), the usage to fall to (`swap_out`, `pause`)."""
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigError(f"rung action {self.action!r} is not known; known are {', '.join(ACTIONS)}")
+        if self.signal not in SIGNALS:
+            raise ConfigError(f"rung signal {self.signal!r} is not known; known are {', '.join(SIGNALS)}")
+        if self.off > self.on:
+            raise ConfigError(
+                f"rung {self.action} goes off below {self.off}, above where it goes on ({self.on}): it would flutter"
+            )
+        needs_value = {"shrink_step", "cap_new", "cap_running", "truncate", "swap_out", "pause"}
+        if self.action in needs_value and self.value <= 0:
+            raise ConfigError(f"rung {self.action} needs a value above 0, has {self.value:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderConfig:
+    """A ladder: its rungs, mildest first, and whom it spares."""
+
+    rungs: tuple[Rung, ...]
+    """In the order in which they go on; a rung goes on only when all milder rungs of the same signal are on."""
+    guard_priority: int = 0
+    """Requests whose priority is this or more important (smaller) are never degraded."""
+
+
+STANDARD_LADDER = LadderConfig(
+    rungs=(
+        Rung(action="pause_admission", signal="shortage", on=0.0001, off=0.0001, hold_s=0.0),
+        Rung(action="cap_new", signal="queue_s", on=4.0, off=1.0, value=256),
+        Rung(action="shed", signal="queue_s", on=8.0, off=4.0, hold_s=0.0),
+    )
+)
+"""kvtwin's own: keep decodes from running out of blocks, shorten and finally send away unimportant work when the queue grows old."""
+
+
+@dataclass(slots=True)
+class Knobs:
+    """What the ladder has turned: the scheduler obeys these, whoever turned them."""
+
+    reuse: bool = True
+    admit_below_guard: bool = True
+    """Off: nobody below the guard starts or comes back while anything runs."""
+    step_share: float = 1.0
+    """Share of the token budget a step may use."""
+    cap_new: int | None = None
+    """Output tokens that a request below the guard may produce, if it starts now."""
+    shed_after_s: float | None = None
+    """Requests below the guard that have waited this long are sent away."""
+    guard_priority: int = 0
+
+    def spares(self, priority: int) -> bool:
+        """Whether a request of this priority is never touched."""
+        return priority <= self.guard_priority
+
+
+@dataclass(slots=True)
+class _State:
+    on: bool = False
+    since_fs: int = 0
+
+
+class Ladder:
+    """Climbs and descends. Asked once before every step; between two answers the engine may leap only if `may_leap` says so."""
+
+    def __init__(self, config: LadderConfig, knobs: Knobs) -> None:
+        self.config = config
+        self.knobs = knobs
+        knobs.guard_priority = config.guard_priority
+        self._states = [_State() for _ in config.rungs]
+        self._preemption_clocks: list[int] = []
+        self._ooms = 0
+
+    @property
+    def active(self) -> list[Rung]:
+        """The rungs that are on, mildest first."""
+        return [rung for rung, state in zip(self.config.rungs, self._states, strict=True) if state.on]
+
+    def note_preemption(self, clock: int) -> None:
+        """A running request lost its blocks."""
+        self._preemption_clocks.append(clock)
+
+    def note_oom(self) -> None:
+        """A step ran out of memory."""
+        self._ooms += 1
+
+    def update(self, view: EngineView) -> list[tuple[Rung, bool]]:
+        """Turn rungs on and off for the state before this step; returns the changes, in order."""
+        changes: list[tuple[Rung, bool]] = []
+        milder_on: dict[str, bool] = {}
+        values: dict[str, float] = {}
+        for rung, state in zip(self.config.rungs, self._states, strict=True):
+            if rung.signal not in values:
+                values[rung.signal] = self._signal(rung.signal, view)
+            value = values[rung.signal]
+            if not state.on and value >= rung.on and milder_on.get(rung.signal, True):
+                state.on, state.since_fs = True, view.now_fs
+                changes.append((rung, True))
+            elif state.on and value < rung.off and view.now_fs - state.since_fs >= to_fs(rung.hold_s):
+                state.on = False
+                changes.append((rung, False))
+            milder_on[rung.signal] = milder_on.get(rung.signal, True) and state.on
+        if changes:
+            self._turn_knobs()
+            if not any(state.on for state in self._states):
+                self._ooms = 0
+        return changes
+
+    def blocks_until_change(self, view: EngineView) -> int | None:
+        """How many blocks may be taken before a rung could change, if only decoding goes on; None when every step must be asked."""
+        if any(state.on for state in self._states) or view.num_waiting:
+            return None
+        room = view.num_free_blocks
+        for rung in self.config.rungs:
+            if rung.signal == "kv_usage":
+                room = min(room, int(rung.on * view.num_blocks) - 1 - view.num_owned_blocks)
+            elif rung.signal == "shortage":
+                room = min(room, view.num_free_blocks - view.blocks_needed_soon - 1)
+            elif rung.signal == "preemptions" and self._preemption_clocks:
+                return None
+        return room if room >= 0 else None
+
+    def _signal(self, name: str, view: EngineView) -> float:
+        if name == "kv_usage":
+            return view.num_owned_blocks / view.num_blocks
+        if name == "shortage":
+            return max(0, view.blocks_needed_soon - view.num_free_blocks) / view.num_blocks
+        if name == "queue_s":
+            return view.oldest_wait_s
+        if name == "preemptions":
+            self._preemption_clocks = [clock for clock in self._preemption_clocks if view.decode_clock - clock < 64]
+            return len(self._preemption_clocks)
+        return self._ooms
+
+    def _turn_knobs(self) -> None:
+        knobs, active = self.knobs, {rung.action: rung for rung in self.active}
+        knobs.reuse = "no_reuse" not in active
+        knobs.admit_below_guard = not active.keys() & {"pause_admission", "pause", "swap_out"}
+        knobs.step_share = active["shrink_step"].value if "shrink_step" in active else 1.0
+        knobs.cap_new = int(active["cap_new"].value) if "cap_new" in active else None
+        knobs.shed_after_s = active["shed"].off if "shed" in active else None
+
+
+def check_ladder(config: LadderConfig, *, swap: bool) -> None:
+    """Refuse a ladder that the engine cannot carry out. Raises ConfigError with the reason."""
+    actions: Sequence[str] = [rung.action for rung in config.rungs]
+    for action in actions:
+        if actions.count(action) > 1:
+            raise ConfigError(f"the ladder has {action} twice; a rung of each kind is enough")
+    if "swap_out" in actions and not swap:
+        raise ConfigError("the ladder has swap_out, but there is no CPU pool to save to: set num_cpu_blocks and swap")

@@ -1,0 +1,51 @@
+"""A policy: the objects that decide where engines differ. A preset is one of these and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from .admission import Admission, default_admission
+from .config import EngineConfig
+from .ladder import LadderConfig
+from .preemption import VictimPolicy, last_admitted, worst_priority
+from .view import EngineView
+from .waiting import FcfsQueue, WaitingQueue, priority_queue
+
+
+class Batching(Enum):
+    """What may share a step."""
+
+    MIXED = "mixed"
+    """Decodes and prompt chunks together, decodes first (vLLM V1, TensorRT-LLM in-flight batching)."""
+    PREFILL_FIRST = "prefill_first"
+    """While a prompt can start or go on, prompts only; decodes wait (vLLM V0, SGLang, nano-vllm)."""
+    STATIC = "static"
+    """A batch is filled when nothing runs, and then runs to its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How an engine decides. Objects are made afresh for each engine, because some of them learn."""
+
+    name: str = "vllm-v1"
+    admission: Callable[[EngineConfig], Admission] = default_admission
+    """Who may enter, and when."""
+    queue: Callable[[EngineView], WaitingQueue] = FcfsQueue
+    """In which order the waiting are tried; most orders do not look at the view."""
+    victim: VictimPolicy = last_admitted
+    """Who gives way when blocks run out."""
+    batching: Batching = Batching.MIXED
+    """What may share a step."""
+    ladder: LadderConfig | None = None
+    """Steps of degradation under pressure; None for an engine that only queues, preempts or fails."""
+    swap: bool = False
+    """Save a victim's blocks to the CPU pool, when it has room, instead of computing them again."""
+
+
+def scheduling_policy(config: EngineConfig) -> Policy:
+    """vLLM V1 with its `scheduling_policy` flag."""
+    if config.scheduling_policy == "priority":
+        return Policy(queue=priority_queue, victim=worst_priority)
+    return Policy()

@@ -1,0 +1,195 @@
+"""What a policy may look at: a window on the engine that shows everything and opens nothing.
+
+Built-in policies and a user's own get the same view. Its numbers are those between two steps, or, while a stretch is under
+way, those that cannot change within it; so a policy's answer is the same whether the engine leaps or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .clock import to_s
+from .meters import DrainMeter
+from .need import admission_blocks, slots_needed
+from .request import Request, RequestSpec
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+class RunningView:
+    """One running request, as a policy sees it: what its client asked for and what it holds, not how long it will be."""
+
+    __slots__ = ("_request", "_scheduler")
+
+    def __init__(self, request: Request, scheduler: Scheduler) -> None:
+        self._request = request
+        self._scheduler = scheduler
+
+    @property
+    def request_id(self) -> str:
+        """Its client's name for it."""
+        return self._request.request_id
+
+    @property
+    def priority(self) -> int:
+        """Smaller is more important."""
+        return self._request.spec.priority
+
+    @property
+    def tenant(self) -> str:
+        """Who sent it."""
+        return self._request.spec.tenant
+
+    @property
+    def input_tokens(self) -> int:
+        """Prompt length."""
+        return self._request.spec.input_tokens
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The client's cap on output tokens."""
+        return self._request.spec.max_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self._scheduler.decode.known(self._request) - self._request.spec.input_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and sampled tokens."""
+        return self._scheduler.decode.known(self._request)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks in its table."""
+        return self._request.held_blocks
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV exists: less than `num_tokens` - 1 while its prompt is being computed."""
+        return self._scheduler.decode.computed(self._request)
+
+
+class EngineView:
+    """The engine, as a policy sees it."""
+
+    __slots__ = ("_scheduler", "now_fs")
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.now_fs = 0
+        """Now, in femtoseconds."""
+
+    @property
+    def now_s(self) -> float:
+        """Now, in seconds."""
+        return to_s(self.now_fs)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._scheduler.config.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens."""
+        return self._scheduler.config.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most running requests."""
+        return self._scheduler.config.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens a step."""
+        return self._scheduler.config.max_num_batched_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._scheduler.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated, cached ones included. Only meaningful between steps (in `may_start`)."""
+        return self._scheduler.pool.num_free
+
+    @property
+    def num_owned_blocks(self) -> int:
+        """Blocks that somebody holds. Only meaningful between steps."""
+        return self._scheduler.pool.num_owned
+
+    @property
+    def blocks_needed_soon(self) -> int:
+        """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each."""
+        return 2 * len(self._scheduler.decode)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the next request to be tried has waited since it was sent."""
+        head = self._scheduler.waiting.head()
+        return to_s(self.now_fs - head.arrival_fs) if head is not None else 0.0
+
+    @property
+    def num_running(self) -> int:
+        """Admitted requests."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Queued requests, preempted and swapped ones included."""
+        return len(self._scheduler.waiting) + len(self._scheduler.swapped)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests in the engine, running or queued."""
+        return self.num_running + self.num_waiting
+
+    @property
+    def waiting_prompt_tokens(self) -> int:
+        """Prompt tokens of queued requests and of those still computing their prompt."""
+        return self._scheduler.backlog_tokens
+
+    @property
+    def decode_clock(self) -> int:
+        """Decode steps done since the engine started."""
+        return self._scheduler.decode.clock
+
+    @property
+    def decode_version(self) -> int:
+        """Changes whenever a request starts or stops decoding; while it stands still, each of them gains a token a decode step."""
+        return self._scheduler.decode.version
+
+    @property
+    def all_decoding(self) -> bool:
+        """Whether every running request gains exactly one token a decode step: none is computing its prompt or catching up."""
+        return not self._scheduler.catching_up
+
+    @property
+    def drain(self) -> DrainMeter:
+        """How fast prompts are computed and requests leave, and how long their outputs were."""
+        return self._scheduler.drain
+
+    def running(self) -> Iterator[RunningView]:
+        """The running requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
+        return (RunningView(request, self._scheduler) for request in self._scheduler.running.values())
+
+    def output_cap(self, spec: RequestSpec | RunningView) -> int:
+        """Most output tokens a request can come to: its client's cap, or else what the context has room for."""
+        room = self.max_model_len - spec.input_tokens
+        return room if spec.max_tokens is None else min(spec.max_tokens, room)
+
+    def blocks_to_finish(self, spec: RequestSpec | RunningView, output_tokens: int) -> int:
+        """Blocks a request holds when it has produced `output_tokens` tokens, or, with a sliding window, the most it holds until then."""
+        config = self._scheduler.config
+        return admission_blocks(
+            slots_needed(spec.input_tokens, max(output_tokens, 1)),
+            config.block_size,
+            window=config.sliding_window,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+        )
