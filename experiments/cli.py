@@ -72,13 +72,22 @@ def run_command(
 def ledger_command(
     scenario: Scenario,
     explain: Annotated[bool, typer.Option("--explain", help="Show each line's formula with its numbers.")] = False,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            "--fit",
+            metavar="LOAD",
+            help="Say whether '64 requests x 8192 tokens' fits, and what would have to change; exit code 1 when it does not.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the waterfall as one page.")] = None,
     out: Out = None,
     json: Json = False,
 ) -> int:
     """The memory account before anything runs: every line, the KV pool, the maximum concurrency."""
     from .ledger import ledger
 
-    return ledger(scenario, explain=explain, out=out, json=json)
+    return ledger(scenario, explain=explain, fit=fit, html=html, out=out, json=json)
 
 
 @app.command(
