@@ -44,7 +44,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     shape=shapes,
     lengths=st.lists(st.sampled_from([0, 1, 7, 16, 63, 64, 65, 130]), min_size=0, max_size=3),
@@ -55,7 +55,7 @@ def test_decode_attention_is_its_twin_s_for_any_shape_and_ragged_lengths(interpr
     check(interpreter, DECODE, decode_attention_twin, call)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     shape=shapes,
     chunks=st.lists(

@@ -1,5 +1,6 @@
 """The torch twins against the formulas themselves, written out densely in float64 on flat, unpaged KV."""
 
+import dataclasses
 import math
 
 import pytest
@@ -69,8 +70,6 @@ def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives():
     call = whole.prefill([90])
     prefill_attention_twin(call)
     for length, new in ((40, 40), (41, 1), (90, 49)):
-        import dataclasses
-
         rows = slice(length - new, length)
         part = dataclasses.replace(
             call,
