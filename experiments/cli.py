@@ -72,13 +72,22 @@ def run_command(
 def ledger_command(
     scenario: Scenario,
     explain: Annotated[bool, typer.Option("--explain", help="Show each line's formula with its numbers.")] = False,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            "--fit",
+            metavar="LOAD",
+            help="Say whether '64 requests x 8192 tokens' fits, and what would have to change; exit code 1 when it does not.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the waterfall as one page.")] = None,
     out: Out = None,
     json: Json = False,
 ) -> int:
     """The memory account before anything runs: every line, the KV pool, the maximum concurrency."""
     from .ledger import ledger
 
-    return ledger(scenario, explain=explain, out=out, json=json)
+    return ledger(scenario, explain=explain, fit=fit, html=html, out=out, json=json)
 
 
 @app.command(
@@ -124,12 +133,60 @@ def compare_command(
     return compare(files, replications=replications, seed=seed, workers=workers, out=out, json=json)
 
 
+@app.command("diagnose", epilog=_example("kvtwin diagnose server.log --model llama-3.1-8b --gpu h100-sxm-80gb"))
+def diagnose_command(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…",
+            help="An OOM message, a server log, a PyTorch memory snapshot, a memory curve (CSV), a request log.",
+        ),
+    ],
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="What was served.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="On which GPU.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "-tp", metavar="N", min=1, help="GPUs a replica.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option("--gpu-memory-utilization", metavar="SHARE", help="The server's memory budget.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option("--max-num-seqs", metavar="N", min=1, help="Most sequences in a step.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option("--max-num-batched-tokens", metavar="N", min=1, help="Most tokens in a step.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", metavar="N", min=1, help="Longest sequence in tokens.")
+    ] = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """Phase, cause, evidence and fixes, from what a failed run left behind."""
+    from sim.memory.allocators.snapshot import read_snapshot
+
+    from .investigator import run_diagnose
+
+    return run_diagnose(
+        files,
+        model=model,
+        gpu=gpu,
+        read_snapshot=read_snapshot,
+        out=out,
+        json=json,
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = " ".join(
-        ["kvtwin", *(word for word in arguments[:1] if word in ("run", "ledger", "capacity", "compare"))]
-    )
+    names = {command.name for command in app.registered_commands}
+    command = " ".join(["kvtwin", *(word for word in arguments[:1] if word in names)])
     try:
         code = app(args=arguments, prog_name="kvtwin", standalone_mode=False)
         sys.stdout.flush()
@@ -182,11 +239,14 @@ def _usage_message(error: Exception) -> str:
 def _input_errors() -> tuple[type[Exception], ...]:
     """The errors that mean bad input. Imported here, because most commands need few of these packages."""
     from sim.core.config import ConfigError
+    from sim.memory.allocators.snapshot_pickle import SnapshotError
     from sim.scenario import ScenarioError
     from sim.slo import SloError
     from sim.workload.errors import TraceError, WorkloadError
 
-    return (ScenarioError, SloError, ConfigError, WorkloadError, TraceError)
+    from .investigator import DiagnoseError
+
+    return (ScenarioError, SloError, ConfigError, WorkloadError, TraceError, SnapshotError, DiagnoseError)
 
 
 if __name__ == "__main__":

@@ -3,35 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .terminal import number, print_json, say
+from .ledger_text import as_text, fit_text, suggestion_lines
+from .terminal import print_json, say
 
 if TYPE_CHECKING:
-    from sim.memory import Ledger
-    from sim.resolve import Resolved
+    from sim.memory import Ledger, Op
+    from sim.memory.target import Suggestion, Target
     from sim.scenario import Scenario
 
-GIB = 2**30
 
+def ledger(
+    scenario: Scenario,
+    *,
+    explain: bool = False,
+    fit: str | None = None,
+    html: Path | None = None,
+    out: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Draw up the account and print it; with `fit`, say what a target load needs. Returns the exit code, 1 when it does not fit.
 
-def ledger(scenario: Scenario, *, explain: bool = False, out: Path | None = None, json: bool = False) -> int:
-    """Draw up the account and print it. Returns the exit code."""
-    from sim.resolve import resolve
+    Raises ConfigError where the model does not fit at all and no change was asked for.
+    """
+    from sim.core.config import ConfigError
+    from sim.memory.target import parse_target, suggestions
+    from sim.resolve import ledger_settings, resolve
     from sim.results.files import write_json
 
-    resolved = resolve(scenario)
-    document = as_document(resolved.ledger, warnings=resolved.warnings)
+    target = parse_target(fit) if fit is not None else None
+    found: list[Suggestion] = []
+    if target is not None:
+        found = suggestions(ledger_settings(scenario), target)[1]
+    try:
+        resolved = resolve(scenario)
+    except ConfigError as problem:
+        if target is None or not found:
+            raise
+        return _does_not_start(str(problem), target, found, json=json)
+    account = resolved.ledger
+    document = as_document(account, warnings=resolved.warnings)
+    if target is not None:
+        document["fit"] = _fit_document(account, target, found)
     if out is not None:
         write_json(out / "ledger.json", document)
+    if html is not None:
+        html.write_text(page(account), encoding="utf-8")
     if json:
         print_json(document)
-        return 0
-    say(as_text(resolved, document, explain=explain))
-    if out is not None:
-        say(f"wrote {out / 'ledger.json'}")
-    return 0
+    else:
+        say(as_text(account, resolved.warnings, explain=explain))
+        if target is not None:
+            say(fit_text(account, target, found))
+        for path in (out and out / "ledger.json", html):
+            if path is not None:
+                say(f"wrote {path}")
+    return 0 if target is None or target.fits(account) else 1
 
 
 def as_document(account: Ledger, warnings: Sequence[str]) -> dict[str, Any]:
@@ -39,11 +69,18 @@ def as_document(account: Ledger, warnings: Sequence[str]) -> dict[str, Any]:
     return {
         "num_gpu_blocks": account.num_gpu_blocks,
         "block_size": account.block_size,
+        "block_bytes": account.block_bytes,
         "kv_tokens": account.kv_tokens,
         "max_model_len": account.max_model_len,
+        "max_model_len_that_fits": account.max_model_len_that_fits,
         "max_concurrency": account.max_concurrency,
         "kv_bytes_per_token": account.kv_bytes_per_token,
+        "engine": account.engine,
         "engine_version": account.engine_version,
+        "gpu_memory_utilization": account.gpu_memory_utilization,
+        "max_num_seqs": account.max_num_seqs,
+        "max_num_batched_tokens": account.max_num_batched_tokens,
+        "pipeline_rank": account.pipeline_rank,
         "lines": [
             {
                 "name": line.name,
@@ -51,32 +88,80 @@ def as_document(account: Ledger, warnings: Sequence[str]) -> dict[str, Any]:
                 "formula": line.formula,
                 "numbers": line.numbers,
                 "inside_budget": line.inside_budget,
+                "ops": [_op(op) for op in line.ops],
             }
             for line in account.lines
+        ],
+        "phases": [
+            {
+                "phase": phase.phase,
+                "bytes": phase.bytes,
+                "reserved_bytes": phase.reserved_bytes,
+                "profiled": phase.profiled,
+                "ops": [_op(op) for op in phase.ops],
+            }
+            for phase in account.phases
+        ],
+        "stages": [asdict(stage) for stage in account.stages],
+        "kv_groups": [
+            {"layers": group.layers, "block_size": group.block_size, "window": group.window}
+            for group in account.layout.groups
         ],
         "warnings": list(warnings),
     }
 
 
-def as_text(resolved: Resolved, document: dict[str, Any], *, explain: bool) -> str:
-    """The account as a table; with `explain`, each line is followed by its formula with the numbers in it."""
-    engine = resolved["engine"]
-    ranks = engine["tensor_parallel_size"] * engine["pipeline_parallel_size"]
-    width = max(len(line["name"]) for line in document["lines"]) + 2
-    text = [
-        f"{resolved.model.name} on {ranks if ranks > 1 else 'one'} {resolved.gpu.name}, vLLM {document['engine_version']}: GiB a rank",
-        "",
+def _op(op: Op) -> dict[str, Any]:
+    return {
+        "name": op.name,
+        "requested_bytes": op.requested_bytes,
+        "allocated_bytes": op.allocated_bytes,
+        "reserved_bytes": op.reserved_bytes,
+        "formula": op.formula,
+    }
+
+
+def _does_not_start(problem: str, target: Target, found: Sequence[Suggestion], *, json: bool) -> int:
+    """What to say where the engine would not even start as configured, but would after a change."""
+    if json:
+        print_json({"error": problem, "fit": {"target": str(target), "fits": False, "suggestions": _changes(found)}})
+    else:
+        say("\n".join([problem, f"\n  {target}:", *suggestion_lines(found)]))
+    return 1
+
+
+def _fit_document(account: Ledger, target: Target, found: Sequence[Suggestion]) -> dict[str, Any]:
+    return {
+        "target": str(target),
+        "fits": target.fits(account),
+        "blocks_needed": target.blocks(account),
+        "shortage_bytes": max(0, target.shortage_bytes(account)),
+        "suggestions": _changes(found),
+    }
+
+
+def _changes(found: Sequence[Suggestion]) -> list[dict[str, Any]]:
+    return [
+        {
+            "change": one.change,
+            "effect_gib": one.effect_gib,
+            "effect_tokens": one.effect_tokens,
+            "requests": one.requests,
+            "fits": one.fits,
+        }
+        for one in found
     ]
-    for line in document["lines"]:
-        mark = "" if line["inside_budget"] else "   outside the engine's share"
-        text.append(f"  {line['name']:<{width}}{line['bytes'] / GIB:>10.3f}{mark}")
-        if explain:
-            text += [f"      = {line['formula']}", f"      = {line['numbers']}"]
-    text.append(f"  {'total':<{width}}{sum(line['bytes'] for line in document['lines']) / GIB:>10.3f}")
-    text += [
-        "",
-        f"  KV pool            {number(document['num_gpu_blocks'])} blocks of {document['block_size']} tokens = "
-        f"{number(document['kv_tokens'])} tokens at {number(document['kv_bytes_per_token'])} bytes a token",
-        f"  maximum concurrency {document['max_concurrency']:.2f} requests of {number(document['max_model_len'])} tokens",
-    ]
-    return "\n".join([*text, *(f"  note: {warning}" for warning in document["warnings"])])
+
+
+def page(account: Ledger) -> str:
+    """The account as one self-contained HTML file: the waterfall of the report, on a page of its own."""
+    from html import escape
+
+    from sim.results.report_tables import waterfall_html
+    from sim.results.report_template import STYLE
+
+    title = escape(f"Memory account: {account.model} on {account.gpu}, {account.engine} {account.engine_version}")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
+        f"<body><main><h1>{title}</h1>{waterfall_html(account)}</main></body></html>\n"
+    )

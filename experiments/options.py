@@ -28,6 +28,7 @@ METAVARS = {
     "max_model_len": "TOKENS",
     "max_num_seqs": "N",
     "max_num_batched_tokens": "TOKENS",
+    "engine_version": "RELEASE",
     "enable_prefix_caching": "",
     "enable_chunked_prefill": "",
     "scheduling_policy": "fcfs|priority",

@@ -31,10 +31,17 @@ _LEDGER_KEYS = (
     "max_num_batched_tokens",
     "num_gpu_blocks_override",
     "kv_cache_memory_bytes",
-    "enable_chunked_prefill",
     "enforce_eager",
+    "engine_version",
+    "speculative_model",
+    "num_speculative_tokens",
+    "draft_tensor_parallel_size",
+    "max_loras",
+    "max_lora_rank",
+    "encoder_tokens",
+    "plain_attention",
+    "other_processes_bytes",
 )
-
 
 HOW_NOT_WHAT = ("stepping", "check")
 """Keys of `[run]` that change how a run is computed and nothing of what comes of it."""
@@ -74,43 +81,81 @@ def resolve(scenario: Scenario) -> Resolved:
 
     Raises ScenarioError, or ConfigError for an unknown model or GPU and for what does not fit.
     """
-    from sim.catalog.gpus import default_budgets, gpu
-    from sim.catalog.models import model_shape
     from sim.memory import build_ledger
 
-    tables, warnings = _with_pasted_flags(scenario)
+    draft = _draft(scenario)
+    ledger = build_ledger(**draft.ledger_settings)
+    engine = draft.tables["engine"]
+    engine["max_model_len"] = ledger.max_model_len
+    engine["gpu_memory_utilization"] = ledger.gpu_memory_utilization
+    return Resolved(
+        tables=draft.tables,
+        model=draft.ledger_settings["model"],
+        gpu=draft.ledger_settings["gpu"],
+        ledger=ledger,
+        slo=scenario.slo,
+        warnings=(*draft.warnings, *ledger.warnings),
+    )
+
+
+def ledger_settings(scenario: Scenario) -> dict[str, Any]:
+    """The arguments of `build_ledger` that `scenario` comes to, whether or not they fit the GPU.
+
+    Raises ScenarioError, or ConfigError for an unknown model or GPU.
+    """
+    return dict(_draft(scenario).ledger_settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A scenario resolved up to the memory account."""
+
+    tables: dict[str, dict[str, Any]]
+    ledger_settings: dict[str, Any]
+    warnings: list[str]
+
+
+def _draft(scenario: Scenario) -> _Draft:
+    from sim.catalog.gpus import gpu
+    from sim.catalog.models import model_shape
+    from sim.memory.defaults import step_defaults
+    from sim.memory.releases import engine_release
+
+    tables, warnings, pasted = _with_pasted_flags(scenario)
     for table, flag in (("model", "--model llama-3.1-8b"), ("gpu", "--gpu h100-sxm-80gb")):
         if tables[table][table] is None:
             raise ScenarioError(f"no {table} is given; for example {flag}, or {table} = … in [{table}]")
     model, device = model_shape(tables["model"]["model"]), gpu(tables["gpu"]["gpu"])
-    engine, budgets = tables["engine"], default_budgets(device)
+    engine, given = tables["engine"], scenario.engine.model_fields_set | pasted
     longest = engine["max_model_len"] or model.max_position_embeddings
-    _fill_budgets(engine, longest, budgets.max_num_batched_tokens, budgets.max_num_seqs, device.name)
+    release = engine_release(engine["engine_version"], device.compute_capability)
+    if "enable_chunked_prefill" not in given:
+        engine["enable_chunked_prefill"] = longest > release.whole_prompts_up_to
+    limits = step_defaults(device, release, longest, chunked_prefill=engine["enable_chunked_prefill"])
+    _fill_budgets(engine, longest, limits.max_num_batched_tokens, limits.max_num_seqs, device.name)
     _fill_workload(tables["workload"])
-    ledger = build_ledger(
-        model,
-        device,
-        dtype=tables["model"]["dtype"],
-        quantization=tables["model"]["quantization"],
-        **{key: engine[key] for key in _LEDGER_KEYS},
-    )
-    engine["max_model_len"] = ledger.max_model_len
-    return Resolved(
-        tables=tables,
-        model=model,
-        gpu=device,
-        ledger=ledger,
-        slo=scenario.slo,
-        warnings=(*warnings, *ledger.warnings),
-    )
+    settings = {key: engine[key] for key in _LEDGER_KEYS}
+    if "gpu_memory_utilization" not in given:
+        settings["gpu_memory_utilization"] = None  # the release's own default
+    settings |= {
+        "model": model,
+        "gpu": device,
+        "dtype": tables["model"]["dtype"],
+        "quantization": tables["model"]["quantization"],
+        "watermark": tables["policy"]["watermark"],
+    }
+    return _Draft(tables=tables, ledger_settings=settings, warnings=warnings)
 
 
-def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """All keys with their values; pasted `vllm serve` flags fill in what no key gave, and may not contradict one."""
+def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], list[str], set[str]]:
+    """All keys with their values; what to say of pasted flags; and the keys that those gave.
+
+    Pasted `vllm serve` flags fill in what no key gave, and may not contradict one.
+    """
     tables = {name: getattr(scenario, name).model_dump() for name in TABLES}
     pasted = scenario.engine.vllm_args
     if pasted is None:
-        return tables, []
+        return tables, [], set()
     from sim.catalog.vllm_args import parse_vllm_args
 
     parsed = parse_vllm_args(pasted)
@@ -128,7 +173,7 @@ def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], l
             )
         tables[table][key] = value
     note = "pasted vLLM flags that have no effect here: " + ", ".join(ignored)
-    return tables, [note] if ignored else []
+    return tables, [note] if ignored else [], set(parsed.settings)
 
 
 def _fill_budgets(engine: dict[str, Any], longest: int, default_tokens: int, default_seqs: int, gpu_name: str) -> None:

@@ -56,6 +56,17 @@ class EngineTable(Table):
         None, ge=1, description="bytes for the KV cache, instead of what the budget leaves"
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs")
+    engine_version: str = Field(
+        "0.29", min_length=1, description="release whose memory accounting is followed: 0.19, 0.9-v0, sglang-0.5 …"
+    )
+    speculative_model: str | None = Field(None, min_length=1, description="a draft model, by name or config.json")
+    num_speculative_tokens: int = Field(0, ge=0, description="draft tokens a sequence and step, for the memory account")
+    draft_tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the draft model")
+    max_loras: int = Field(0, ge=0, description="LoRA adapters held on the GPU at once")
+    max_lora_rank: int = Field(16, ge=1, description="rank that their slots are made for")
+    encoder_tokens: int = Field(0, ge=0, description="multimodal tokens encoded in one step")
+    plain_attention: bool = Field(False, description="attention falls back to writing out all scores")
+    other_processes_bytes: int = Field(0, ge=0, description="bytes that other processes hold on the GPU")
     enable_prefix_caching: bool = Field(True, description="keep full blocks for reuse")
     enable_chunked_prefill: bool = Field(True, description="let a prompt be computed over several steps")
     vllm_args: str | None = Field(
@@ -138,6 +149,14 @@ KEYS_WITHOUT_FLAG = frozenset(
     {
         "kv_cache_memory_bytes",
         "enforce_eager",
+        "speculative_model",
+        "num_speculative_tokens",
+        "draft_tensor_parallel_size",
+        "max_loras",
+        "max_lora_rank",
+        "encoder_tokens",
+        "plain_attention",
+        "other_processes_bytes",
         "watermark",
         "scheduler_reserve_full_isl",
         "input_tokens",

@@ -120,7 +120,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
 
     engine, policy = resolved["engine"], resolved["policy"]
     return EngineConfig(
-        num_gpu_blocks=resolved.ledger.num_gpu_blocks,
+        num_gpu_blocks=resolved.ledger.equivalent_blocks,
         block_size=engine["block_size"],
         max_model_len=engine["max_model_len"],
         max_num_seqs=engine["max_num_seqs"],

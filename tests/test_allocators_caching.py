@@ -109,6 +109,13 @@ def test_the_small_pool_splits_down_to_512_bytes_and_never_serves_large_requests
     assert held(allocator)[0] == 2 * 2 * MIB + 20 * MIB
 
 
+def test_a_rest_of_512_bytes_is_still_a_block_in_the_small_pool():
+    allocator = device()
+    allocator.allocate("a", MIB)
+    allocator.allocate("b", MIB - 512)
+    assert layout(allocator) == [[(MIB, A), (MIB - 512, A), (512, F)]]
+
+
 def test_requests_between_1_and_10_mib_share_20_mib_segments():
     allocator = device()
     for name in "abc":
@@ -329,6 +336,26 @@ def test_oversize_blocks_are_kept_for_oversize_requests_that_waste_little():
     assert allocator.memory_stats()["oversize_segments.current"] == 2
 
 
+def test_a_block_of_exactly_the_split_limit_is_oversize():
+    allocator = device(settings=CachingSettings(max_split_size_bytes=50 * MIB))
+    allocator.allocate("a", 50 * MIB)
+    allocator.free("a")
+    allocator.allocate("b", 48 * MIB)
+    assert held(allocator)[0] == 98 * MIB
+    allocator.allocate("c", 50 * MIB)
+    assert held(allocator)[0] == 98 * MIB
+
+
+def test_no_more_oversize_blocks_are_returned_than_needed():
+    allocator = device(210 * MIB, CachingSettings(max_split_size_bytes=50 * MIB))
+    for name, size in (("a", 60), ("b", 70), ("c", 80)):
+        allocator.allocate(name, size * MIB)
+    for name in "abc":
+        allocator.free(name)
+    allocator.allocate("x", 150 * MIB)  # 80 + 70, exactly
+    assert sorted(segment[0] for segment in layout(allocator)) == [(60 * MIB, F), (150 * MIB, A)]
+
+
 def test_just_enough_oversize_blocks_are_returned_first():
     allocator = device(300 * MIB, CachingSettings(max_split_size_bytes=50 * MIB))
     for name, size in (("a", 60), ("b", 70), ("c", 80), ("d", 40)):
@@ -389,6 +416,18 @@ def test_an_allocation_under_capture_neither_waits_nor_empties_the_cache():
     allocator.free("a")
     assert isinstance(allocator.allocate("graph", 50 * MIB, pool=(0, 1)), NoRoom)
     assert layout(allocator) == [[(60 * MIB, F)]]
+
+
+def test_an_allocation_under_capture_does_not_look_at_events():
+    allocator = device()
+    allocator.allocate("a", 20 * MIB)
+    allocator.record_stream("a", 1)
+    allocator.free("a")
+    allocator.stream_done(1)
+    allocator.allocate("graph", 20 * MIB, pool=(0, 1))
+    assert layout(allocator) == [[(20 * MIB, P)], [(20 * MIB, A)]]
+    allocator.allocate("b", 30 * MIB)
+    assert layout(allocator)[0] == [(20 * MIB, F)]
 
 
 # -- the message --------------------------------------------------------------------------------------------------------
@@ -463,6 +502,17 @@ def test_pages_are_unmapped_from_the_middle_and_the_gap_is_filled_first():
     assert allocator.allocate("d", 45 * MIB).address == base + 50 * MIB
     assert held(allocator)[0] == 160 * MIB
     assert layout(allocator) == [[(50 * MIB, A), (45 * MIB, A), (5 * MIB, F), (50 * MIB, A), (10 * MIB, F)]]
+
+
+def test_the_end_of_a_range_counts_with_what_it_can_grow_to():
+    allocator = device(settings=EXPANDABLE)
+    for name, size in (("a", 50), ("b", 15), ("c", 5)):
+        allocator.allocate(name, size * MIB)
+    hole = allocator.alive["b"].address
+    allocator.free("b")
+    assert layout(allocator) == [[(50 * MIB, A), (15 * MIB, F), (5 * MIB, A), (10 * MIB, F)]]
+    # The 10 MiB at the end would fit better; but they can grow, so the hole is the smaller block.
+    assert allocator.allocate("x", 8 * MIB).address == hole
 
 
 def test_an_expandable_segment_without_pages_goes_away():

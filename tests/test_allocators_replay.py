@@ -165,6 +165,21 @@ def test_an_impossible_life_is_refused(growth, end_s, message):
         KvSpan(request_id="r", growth=growth, end_s=end_s, max_tokens=20)
 
 
+def test_at_one_moment_what_ends_comes_before_what_starts():
+    other = KvSpan(request_id="s", growth=((3.0, 5),), end_s=4.0, max_tokens=5)
+    log = kv_log([other, SPAN], "contiguous_max", bytes_per_token=10)
+    assert [(event.kind, event.id) for event in log if event.time_s == 3.0] == [("free", "r"), ("alloc", "s")]
+
+
+@pytest.mark.parametrize("scheme", KV_SCHEMES)
+def test_a_request_that_ends_as_it_grows_still_grows_first(scheme):
+    span = KvSpan(request_id="r", growth=((0.0, 5), (1.0, 40)), end_s=1.0, max_tokens=40)
+    log = kv_log([span], scheme, bytes_per_token=10)
+    check_log(log)
+    assert log[-1].kind == "free"
+    assert replay(log, BestFit(1 << 20)).final.requested_bytes == 0
+
+
 def test_growing_by_copying_needs_both_copies_at_once():
     assert peak_requested_bytes(kv_log([SPAN], "realloc_copy", bytes_per_token=10)) == 80 + 90
     assert (

@@ -130,13 +130,18 @@ def test_under_other_settings_the_same_blocks_are_allocated_anew():
 
 
 def test_a_small_rest_in_the_large_pool_belongs_to_the_block_before_it():
-    history = hand_made(
-        [segment(0, 20 * MIB, [(20 * MIB, 0, F)])],
-        [entry("free_requested", 0, 20 * MIB - MIB // 2), entry("free_completed", 0, 20 * MIB - MIB // 2)],
-    )
-    result = replay_snapshot(history)
+    trace = [
+        entry("segment_alloc", 64 * MIB, 30 * MIB),
+        entry("alloc", 64 * MIB, 30 * MIB),
+        entry("free_requested", 0, 20 * MIB - MIB // 2),
+        entry("free_completed", 0, 20 * MIB - MIB // 2),
+    ]
+    segments = [segment(0, 20 * MIB, [(20 * MIB, 0, F)]), segment(64 * MIB, 30 * MIB, [(30 * MIB, 30 * MIB, A)])]
+    result = replay_snapshot(hand_made(segments, trace))
     assert result.is_exact
-    assert result.replay.samples[0].memory.largest_free_bytes == 20 * MIB
+    first = result.replay.samples[0].memory
+    assert (first.free_bytes, first.allocated_bytes) == (0, 50 * MIB)  # not half a MiB free
+    assert first.requested_bytes == 50 * MIB - MIB // 2
 
 
 def test_contradictions_are_counted_and_left_out():

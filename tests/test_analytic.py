@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from sim.core.admission import Rejection
+from sim.core.admission import AdmissionBase, Rejection
 from sim.core.clock import FS_PER_S, to_fs
 from sim.core.config import EngineConfig
-from sim.core.engine import EngineCore
 from sim.core.plan import ScheduledRequest, StepPlan, StepResult
+from sim.core.policy import Batching, Policy, scheduling_policy
 from sim.core.request import Outcome, Request, RequestSpec
+from sim.core.view import EngineView
 from sim.costs.constant import FixedCost
 from sim.costs.protocol import CostModel
 from sim.results.recorder import RunRecord
@@ -57,11 +58,13 @@ def summary_of(record: RunRecord) -> dict[str, object]:
 # -- queueing theory -------------------------------------------------------------------------------------------------
 
 
-def serve(arrivals_s: Sequence[float], steps: Sequence[int], servers: int) -> list[Request]:
+def serve(
+    arrivals_s: Sequence[float], steps: Sequence[int], servers: int, policy: Policy | None = None
+) -> list[Request]:
     """Requests of one prompt token, so that each takes its number of steps and nothing else, on so many servers."""
     requests = [request(i, float(t), 1, int(n)) for i, (t, n) in enumerate(zip(arrivals_s, steps, strict=True))]
     config = engine(max_num_seqs=servers, max_num_batched_tokens=servers)
-    return list(run_world(config, FixedCost(TICK_S), requests).requests)
+    return list(run_world(config, FixedCost(TICK_S), requests, policy=policy).requests)
 
 
 def poisson(rng: np.random.Generator, rate_per_s: float, count: int) -> list[float]:
@@ -198,44 +201,12 @@ def test_several_servers_wait_as_erlang_c_says() -> None:
     assert (high - low) / theory < 0.5
 
 
-class NoQueue:
+class NoQueue(AdmissionBase):
     """Turns away whoever would have to wait."""
 
-    def __init__(self, servers: int) -> None:
-        self.servers = servers
-        self.core: EngineCore | None = None
-
-    def arrive(self, spec: RequestSpec) -> Rejection | None:
-        assert self.core is not None
-        return Rejection(code="busy", reason="busy") if self.core.num_unfinished >= self.servers else None
-
-    def may_start(self, need_blocks: int, view: object) -> bool:
-        return True
-
-
-def outcomes_without_a_queue(arrivals_fs: Sequence[int], steps: Sequence[int], servers: int) -> list[Outcome]:
-    """Drives a core by hand, because a world has no admission policy of one's own to choose yet."""
-    policy = NoQueue(servers)
-    config = engine(max_num_seqs=servers, max_num_batched_tokens=servers)
-    core = policy.core = EngineCore(config, admission=policy)
-    executor, now_fs, arrivals, ended = ModelExecutor(FixedCost(TICK_S)), 0, list(enumerate(arrivals_fs)), []
-    while arrivals or core.num_unfinished:
-        if (plan := core.plan(now_fs)) is None:
-            number, now_fs = arrivals.pop(0)
-            core.add(request(number, 0.0, 1, steps[number]), now_fs)
-            continue
-        result = executor.execute(plan)
-        end_fs = now_fs + result.durations.total_fs
-        while arrivals and arrivals[0][1] <= end_fs:
-            number, arrival_fs = arrivals.pop(0)
-            if core.add(request(number, 0.0, 1, steps[number]), arrival_fs).may_change_plan:
-                result = result.cut(result.durations.started_by(arrival_fs - now_fs))
-                end_fs = now_fs + result.durations.total_fs
-        now_fs = end_fs
-        core.commit(plan, result, now_fs)
-        ended += core.take_ended()
-    by_number = {int(r.request_id): r.outcome for r in [*ended, *core.take_ended()]}
-    return [by_number[i] for i in range(len(steps))]
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+        busy = view.num_in_flight >= view.max_num_seqs
+        return Rejection(code="busy", reason="busy", http_status=503) if busy else None
 
 
 def test_servers_without_a_queue_block_as_erlang_b_says() -> None:
@@ -244,10 +215,10 @@ def test_servers_without_a_queue_block_as_erlang_b_says() -> None:
     """
     rng, servers, count, batches = np.random.default_rng(16), 4, 8000, 20
     rate = 3.0 / (60 * TICK_S)
-    arrivals_fs = [to_fs(t) for t in poisson(rng, rate, count)]
-    outcomes = outcomes_without_a_queue(arrivals_fs, [int(n) for n in rng.integers(1, 120, count)], servers)
-    assert set(outcomes) == {Outcome.FINISHED, Outcome.REJECTED}
-    blocked = np.array([outcome is Outcome.REJECTED for outcome in outcomes], dtype=float)
+    no_queue = Policy(admission=lambda config: NoQueue())
+    served = serve(poisson(rng, rate, count), rng.integers(1, 120, count), servers, no_queue)
+    assert {r.outcome for r in served} == {Outcome.FINISHED, Outcome.REJECTED}
+    blocked = np.array([r.outcome is Outcome.REJECTED for r in served], dtype=float)
     shares = blocked.reshape(batches, -1).mean(axis=1)
     margin = stats.t.ppf((1 + CONFIDENCE) / 2, batches - 1) * shares.std(ddof=1) / math.sqrt(batches)
     least, most = erlang_b(servers, rate * 60 * TICK_S), erlang_b(servers, rate * 61 * TICK_S)
@@ -355,9 +326,11 @@ class Run:
     config: EngineConfig
     cost: FixedCost
     requests: tuple[RequestSpec, ...]
+    batching: Batching = Batching.MIXED
 
     def go(self, **hooks: object) -> RunRecord:
-        return run_world(self.config, self.cost, self.requests, check=True, **hooks)
+        policy = replace(scheduling_policy(self.config), batching=self.batching)
+        return run_world(self.config, self.cost, self.requests, check=True, policy=policy, **hooks)
 
 
 @st.composite
@@ -404,7 +377,7 @@ def runs(draw: st.DrawFn, *, windows: Sequence[int | None] = (None,), aborts: bo
                 cancel_after_s=None if patience is None else patience * TICK_S,
             )
         )
-    return Run(config, cost, tuple(made))
+    return Run(config, cost, tuple(made), draw(st.sampled_from([Batching.MIXED, *Batching])))
 
 
 @dataclass
@@ -446,19 +419,23 @@ class Recount:
         self.time_by_owned_fs: Counter[int] = Counter()
         self.slots_fs = self.unfilled_fs = self.running_fs = 0
         self.worst_unfilled = 0.0
-        for entry, (start_fs, duration_fs, shares) in zip(log, times.steps, strict=True):
+        steps = [entry for entry in log if entry["scheduled"]]
+        for entry, (start_fs, duration_fs, shares) in zip(steps, times.steps, strict=True):
             self._step(entry, start_fs, duration_fs)
             self._compare_tables(shares)
 
     def _step(self, entry: dict[str, object], start_fs: int, duration_fs: int) -> None:
         size = self.run.config.block_size
-        for name, _ in entry["released"]:
-            self.tables[name] = []
+        scheduled = {name for name, _, _ in entry["scheduled"]}
+        for name, blocks in entry["released"]:
+            kept = [0 if block in blocks else block for block in self.tables[name]]
+            self.tables[name] = kept if name in scheduled or any(kept) else []
         for name in entry["preempted"]:
-            self.computed[name] = 0
+            self.tables[name] = []
             self.preemptions[name] += 1
         for name, tokens, blocks in entry["scheduled"]:
             if name in entry["admitted"]:
+                self.tables[name] = []
                 hits = len(blocks) - math.ceil(tokens / size)
                 self.computed[name] = hits * size
                 self.first_hits.setdefault(name, hits * size)
@@ -612,6 +589,20 @@ def test_the_timeline_of_a_sliding_window_has_a_row_for_each_composition_of_the_
     assert list(zip(timeline["running"], timeline["steps"], strict=True)) == [(2, 1), (2, 9), (1, 10)]
 
 
+def test_a_request_that_comes_and_goes_in_one_step_has_its_row_of_the_timeline() -> None:
+    """Its first 8 tokens are cached and it asks for one: it computes a single token, like a decode, and is done."""
+    shared = {"content_ids": ("x", "y"), "content_block_tokens": 4}
+    requests = (
+        request("seed", 0.0, 8, 1, **shared),
+        request("long", 0.0, 3, 20),
+        request("quick", 5 * TICK_S, 9, 1, **shared),
+    )
+    recount = Recount(Run(engine(block_size=4), FixedCost(TICK_S), requests))
+    assert recount.first_hits["quick"] == 8
+    timeline = timeline_columns(recount.record)
+    assert list(zip(timeline["running"], timeline["steps"], strict=True)) == [(2, 1), (1, 4), (2, 1), (1, 14)]
+
+
 def test_nobody_waits_in_a_row_of_the_timeline_that_ended_before_they_came() -> None:
     """Two requests come together when the engine has long been idle, and are both started at once."""
     requests = [request("first", 0.0, 4, 5), request("a", 1.0, 4, 5), request("b", 1.0, 4, 5)]
@@ -694,12 +685,12 @@ def test_doubling_every_time_doubles_every_latency_exactly(run: Run) -> None:
         )
         for spec in run.requests
     )
-    doubled = times_fs(Run(run.config, run.cost.scaled(2), slower).go())
+    doubled = times_fs(replace(run, cost=run.cost.scaled(2), requests=slower).go())
     assert doubled == [tuple(None if t is None else 2 * t for t in times) for times in times_fs(run.go())]
 
 
 @settings(max_examples=100)
-@given(every_run, st.integers(1, 10**6))
+@given(every_run, st.integers(10**4, 10**6))
 def test_idle_time_before_the_first_arrival_shifts_everything_and_changes_nothing(run: Run, idle_ticks: int) -> None:
     later = tuple(
         request(
@@ -714,6 +705,6 @@ def test_idle_time_before_the_first_arrival_shifts_everything_and_changes_nothin
         )
         for spec in run.requests
     )
-    shifted = times_fs(Run(run.config, run.cost, later).go())
+    shifted = times_fs(replace(run, requests=later).go())
     expected = [tuple(None if t is None else t + idle_ticks * TICK for t in times) for times in times_fs(run.go())]
     assert shifted == expected

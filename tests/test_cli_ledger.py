@@ -5,6 +5,8 @@ import json
 import pytest
 
 from experiments.cli import main
+from experiments.ledger import ledger as draw
+from sim.scenario import Scenario
 
 NAMED = ["--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb"]
 
@@ -63,3 +65,65 @@ def test_it_can_be_kept_as_a_file(capsys, tmp_path):
     out = ledger(capsys, "--out", str(tmp_path))
     assert f"wrote {tmp_path / 'ledger.json'}" in out
     assert json.loads((tmp_path / "ledger.json").read_text()) == json.loads(ledger(capsys, "--json"))
+
+
+def scenario(**flags):
+    return Scenario.from_flags({"model": "llama-3.1-8b", "gpu": "h100-sxm-80gb", **flags})
+
+
+def test_json_keeps_requested_allocated_and_reserved_bytes_apart(capsys):
+    document = json.loads(ledger(capsys, "--json"))
+    (peak,) = (line for line in document["lines"] if line["name"] == "peak_activation")
+    assert sum(op["allocated_bytes"] for op in peak["ops"]) == peak["bytes"]
+    (copy,) = (op for op in peak["ops"] if op["name"] == "fp32 copy")
+    # 1,024 rows x 128,256 x 4 B are 501 MiB; the allocator gives a segment of 502 and keeps its end.
+    assert (copy["requested_bytes"], copy["allocated_bytes"], copy["reserved_bytes"]) == (
+        501 << 20,
+        502 << 20,
+        502 << 20,
+    )
+    assert {"prefill", "decode", "logits", "sampler", "prompt_logprobs"} == {
+        phase["phase"] for phase in document["phases"]
+    }
+
+
+def test_explain_names_every_operator_of_every_phase(capsys):
+    explained = ledger(capsys, "--explain")
+    for words in ("QKV, rotated query and key", "MLP gate, up and product", "exponential noise", "fp32 log-softmax"):
+        assert words in explained
+
+
+def test_a_target_that_fits_says_so_and_exits_0(capsys):
+    assert draw(scenario(max_model_len=8192), fit="32 requests x 8192 tokens") == 0
+    assert "it fits" in capsys.readouterr().out
+
+
+def test_a_target_that_does_not_fit_exits_1_with_ordered_changes(capsys):
+    assert draw(scenario(), fit="64 requests x 8192 tokens", json=True) == 1
+    fit = json.loads(capsys.readouterr().out)["fit"]
+    assert not fit["fits"] and fit["shortage_bytes"] > 0
+    fitting = [one["fits"] for one in fit["suggestions"]]
+    assert fitting == sorted(fitting, reverse=True) and fitting[0]
+    assert fit["suggestions"][0]["change"] == "--kv-cache-dtype fp8"
+
+
+def test_a_model_that_does_not_start_still_gets_its_changes(capsys):
+    assert draw(scenario(model="llama-3.1-70b"), fit="16 x 8192") == 1
+    out = capsys.readouterr().out
+    assert "no memory is left" in out and "--tensor-parallel-size 4" in out
+
+
+def test_the_waterfall_is_one_self_contained_page(capsys, tmp_path):
+    assert draw(scenario(), html=tmp_path / "ledger.html") == 0
+    text = (tmp_path / "ledger.html").read_text()
+    assert "waterfall" in text and "Peak activation" in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_a_release_in_the_scenario_reaches_the_account():
+    from sim.resolve import resolve
+
+    old = resolve(Scenario.model_validate({"model": {"model": "llama-3.1-8b"}, "gpu": {"gpu": "rtx-4090"}, "engine": {
+        "engine_version": "0.19", "max_model_len": 32768}}))  # fmt: skip
+    assert old["engine"]["gpu_memory_utilization"] == 0.9  # that release's default
+    assert old.ledger.num_gpu_blocks == pytest.approx(2588, rel=0.02)

@@ -64,7 +64,9 @@ def test_b33_a_fixed_workspace_is_too_small_and_the_gpu_is_not_full(needed, ther
 def test_b34_logits_of_a_prompt_are_named_by_rows_times_vocabulary():
     # 8192 tokens x 151936 x 4 B = 4.64 GiB
     diagnosis = diagnose_text(
-        f"CUDA out of memory. Tried to allocate 4.64 GiB. {FULL.format(total='79.11', free='3.00 GiB')}", model="qwen3-8b", max_num_batched_tokens=8192
+        f"CUDA out of memory. Tried to allocate 4.64 GiB. {FULL.format(total='79.11', free='3.00 GiB')}",
+        model="qwen3-8b",
+        max_num_batched_tokens=8192,
     )
     assert diagnosis.cause is Cause.TRANSIENT_PEAK
     assert says(diagnosis, "8192 rows x 151936 vocabulary x 4 B")
@@ -100,8 +102,9 @@ def test_b35_the_sampler_s_buffers_are_named():
     diagnosis = diagnose_text(
         '  File "gpu_model_runner.py", line 2000, in _dummy_sampler_run\n'
         f"CUDA out of memory. Tried to allocate 502.00 MiB. {FULL.format(total='79.19', free='310.00 MiB')}",
-        model="llama-3.1-8b", gpu="h100",
-    )  # fmt: skip
+        model="llama-3.1-8b",
+        gpu="h100",
+    )
     assert (diagnosis.phase, diagnosis.cause) == (Phase.SAMPLER_WARM_UP, Cause.TRANSIENT_PEAK)
     assert says(diagnosis, "1024 rows x 128256 vocabulary x 4 B")
     fewer = next(fix for fix in diagnosis.fixes if fix.change == "--max-num-seqs 512")
@@ -164,7 +167,10 @@ def snapshot(*blocks, pool=(0, 0)):
     return {"segments": [{"total_size": total, "segment_pool_id": pool, "blocks": listed}]}
 
 
-FOUR_GIB = f"CUDA out of memory. Tried to allocate 4.00 GiB. {FULL.format(total='79.11', free='0.10 GiB')} Of the allocated memory 74.00 GiB is allocated by PyTorch, and 4.40 GiB is reserved by PyTorch but unallocated."
+FOUR_GIB = (
+    f"CUDA out of memory. Tried to allocate 4.00 GiB. {FULL.format(total='79.11', free='0.10 GiB')} Of the allocated memory 74.00 GiB "
+    "is allocated by PyTorch, and 4.40 GiB is reserved by PyTorch but unallocated."
+)
 
 
 def test_b45_a_free_that_waits_for_a_stream_is_mended_by_one_retry():
@@ -194,3 +200,16 @@ def test_free_blocks_of_graph_pools_cannot_serve_ordinary_requests():
         "PyTorch but unallocated."
     )
     assert diagnosis.cause is Cause.CUDA_GRAPHS
+
+
+def test_a_snapshot_alone_tells_the_failure_in_its_history():
+    pieces = snapshot((20 * GIB, "active_allocated"), *[(GIB, "inactive")] * 3)
+    pieces["device_traces"] = [[{"action": "oom", "size": 2 * GIB, "device_free": 100 * MIB}]]
+    diagnosis = diagnose_text("", snapshot=pieces)
+    assert diagnosis.cause is Cause.FRAGMENTATION
+
+
+def test_a_snapshot_without_a_failure_shows_what_only_the_allocator_holds():
+    diagnosis = diagnose_text("", snapshot=snapshot((2 * GIB, "active_allocated"), (6 * GIB, "inactive")))
+    assert diagnosis.cause is Cause.RESERVED_ONLY
+    assert diagnosis.fixes[0].effect_gib == 6.0

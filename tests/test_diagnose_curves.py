@@ -38,9 +38,13 @@ def load(rounds=4, busy=30, idle=10, seed=1):
 
 def curve(tmp_path, allocated, sequences, tokens, **more):
     return write(
-        tmp_path / "curve.csv", time_s=[0.5 * row for row in range(len(tokens))], allocated_bytes=[int(value) for value in allocated],
-        active_sequences=sequences, tokens=tokens, **more,
-    )  # fmt: skip
+        tmp_path / "curve.csv",
+        time_s=[0.5 * row for row in range(len(tokens))],
+        allocated_bytes=[int(value) for value in allocated],
+        active_sequences=sequences,
+        tokens=tokens,
+        **more,
+    )
 
 
 def told(path, **settings):
@@ -94,17 +98,23 @@ def test_memory_that_comes_back_later_than_the_load_falls_is_late_release(tmp_pa
 
 
 def test_reserved_memory_that_grows_alone_is_the_allocator_s(tmp_path):
-    sequences, tokens = load(rounds=1, busy=40)
+    _, tokens = load(rounds=1, busy=40)
     allocated = np.full(len(tokens), 10 * GIB)
     reserved = allocated + np.linspace(0, 20 * GIB, len(tokens))
-    path = write(tmp_path / "c.csv", time_s=range(len(tokens)), allocated_gib=allocated / GIB, reserved_gib=reserved / GIB)
+    path = write(
+        tmp_path / "c.csv", time_s=range(len(tokens)), allocated_gib=allocated / GIB, reserved_gib=reserved / GIB
+    )
     assert diagnose([path]).cause is Cause.RESERVED_ONLY
 
 
 def test_growth_outside_pytorch_is_seen_in_the_process_s_memory(tmp_path):
     rows = np.arange(50)
     path = write(
-        tmp_path / "c.csv", time_s=rows, allocated_mib=np.full(50, 9000.0), reserved_mib=np.full(50, 9500.0), in_use_mib=10_000.0 + 60.0 * rows
+        tmp_path / "c.csv",
+        time_s=rows,
+        allocated_mib=np.full(50, 9000.0),
+        reserved_mib=np.full(50, 9500.0),
+        in_use_mib=10_000.0 + 60.0 * rows,
     )
     assert diagnose([path]).cause is Cause.NON_TORCH
 
@@ -112,16 +122,26 @@ def test_growth_outside_pytorch_is_seen_in_the_process_s_memory(tmp_path):
 def test_a_curve_that_follows_its_load_to_the_end_of_the_gpu_is_kv_capacity(tmp_path):
     tokens = np.linspace(0, 480_000, 60).astype(int)
     path = write(
-        tmp_path / "c.csv", time_s=range(60), allocated_bytes=[int(20 * GIB + KV * value) for value in tokens],
-        total_bytes=[int(79.2 * GIB)] * 60, tokens=tokens, phase=["decode"] * 60,
-    )  # fmt: skip
+        tmp_path / "c.csv",
+        time_s=range(60),
+        allocated_bytes=[int(20 * GIB + KV * value) for value in tokens],
+        total_bytes=[int(79.2 * GIB)] * 60,
+        tokens=tokens,
+        phase=["decode"] * 60,
+    )
     diagnosis = told(path)
     assert (diagnosis.cause, diagnosis.phase) == (Cause.KV_CAPACITY, Phase.DECODE)
 
 
 def test_a_spike_above_the_load_at_the_end_of_the_gpu_is_a_transient_peak(tmp_path):
     allocated = [40 * GIB] * 30 + [79 * GIB] + [40 * GIB] * 10
-    path = write(tmp_path / "c.csv", time_s=range(41), allocated_bytes=allocated, total_bytes=[TOTAL] * 41, phase=["decode"] * 30 + ["sampling"] + ["decode"] * 10)
+    path = write(
+        tmp_path / "c.csv",
+        time_s=range(41),
+        allocated_bytes=allocated,
+        total_bytes=[TOTAL] * 41,
+        phase=["decode"] * 30 + ["sampling"] + ["decode"] * 10,
+    )
     diagnosis = diagnose([path])
     assert (diagnosis.cause, diagnosis.phase) == (Cause.TRANSIENT_PEAK, Phase.SAMPLING)
 
@@ -168,16 +188,26 @@ def test_a_curve_that_is_cut_off_in_its_last_line_is_read_without_it(tmp_path):
 
 def requests(tmp_path, **columns):
     rows = len(columns["output_tokens"])
-    full = {"request_id": [f"r{row}" for row in range(rows)], "arrival_s": [0.0] * rows, "outcome": ["finished"] * rows} | columns
+    full = {
+        "request_id": [f"r{row}" for row in range(rows)],
+        "arrival_s": [0.0] * rows,
+        "outcome": ["finished"] * rows,
+    } | columns
     return write(tmp_path / "requests.csv", **full)
 
 
 def test_b16_requests_that_run_one_by_one_for_want_of_max_tokens_are_reservation_bound(tmp_path):
     # 100 blocks of 32: each request may grow to 3200 tokens, and needs 128.
     path = requests(
-        tmp_path, input_tokens=[64] * 4, output_tokens_requested=[3136] * 4, output_tokens=[64] * 4, queued_s=[0, 2, 4, 6], e2el_s=[2, 4, 6, 8],
-        scheduled_s=[0, 2, 4, 6], finished_s=[2, 4, 6, 8],
-    )  # fmt: skip
+        tmp_path,
+        input_tokens=[64] * 4,
+        output_tokens_requested=[3136] * 4,
+        output_tokens=[64] * 4,
+        queued_s=[0, 2, 4, 6],
+        e2el_s=[2, 4, 6, 8],
+        scheduled_s=[0, 2, 4, 6],
+        finished_s=[2, 4, 6, 8],
+    )
     diagnosis = diagnose([path], num_gpu_blocks=100, block_size=32)
     assert diagnosis.cause is Cause.RESERVATION
     assert any("reservation-bound, not memory-bound" in sentence for sentence in diagnosis.evidence)
@@ -185,7 +215,11 @@ def test_b16_requests_that_run_one_by_one_for_want_of_max_tokens_are_reservation
 
 def test_preempted_requests_say_that_the_pool_is_too_small(tmp_path):
     path = requests(
-        tmp_path, input_tokens=[1000] * 10, output_tokens=[200] * 10, preemptions=[0] * 5 + [2] * 5, recomputed_tokens=[0] * 5 + [1500] * 5
+        tmp_path,
+        input_tokens=[1000] * 10,
+        output_tokens=[200] * 10,
+        preemptions=[0] * 5 + [2] * 5,
+        recomputed_tokens=[0] * 5 + [1500] * 5,
     )
     assert diagnose([path]).cause is Cause.KV_CAPACITY
 

@@ -57,7 +57,9 @@ def test_a_missing_file_a_folder_and_no_file_are_errors(tmp_path):
             diagnose(paths)
 
 
-@pytest.mark.parametrize("text", ["Dear all, the meeting is on Monday.", "error: exit status 1\nmake: *** [all] Error 2\n", "time,flies\n"])
+@pytest.mark.parametrize(
+    "text", ["Dear all, the meeting is on Monday.", "error: exit status 1\nmake: *** [all] Error 2\n", "time,flies\n"]
+)
 def test_other_programs_text_is_answered_with_cannot_tell(tmp_path, text):
     diagnosis = diagnose([put(tmp_path, text)])
     assert (diagnosis.cause, diagnosis.confidence) == (Cause.UNKNOWN, 0.0)
@@ -133,8 +135,10 @@ def test_markup_in_a_message_is_shown_as_it_is(capsys):
 def test_fixes_use_the_ledger_when_model_and_gpu_are_known():
     told = diagnose_text(
         "max_num_seqs=1024 _dummy_sampler_run\nCUDA out of memory. Tried to allocate 502.00 MiB. GPU 0 has a total capacity of 79.19 GiB "
-        "of which 310.00 MiB is free.", model="llama-3.1-8b", gpu="h100",
-    )  # fmt: skip
+        "of which 310.00 MiB is free.",
+        model="llama-3.1-8b",
+        gpu="h100",
+    )
     tokens = {fix.change: fix.effect_tokens for fix in told.fixes}
     assert tokens["--max-num-seqs 512"] > 0
     lower = next(fix for fix in told.fixes if "utilization" in fix.change)
@@ -148,10 +152,29 @@ def test_a_snapshot_is_read_by_the_reader_that_is_given(tmp_path):
     blocks = [{"size": 200 << 20, "state": "active_pending_free"}]
     read = {"segments": [{"total_size": 200 << 20, "segment_pool_id": (0, 0), "blocks": blocks}]}
     message = tmp_path / "message"
-    message.write_text(f"{MESSAGE} Of the allocated memory 20.00 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated.")
+    message.write_text(
+        f"{MESSAGE} Of the allocated memory 20.00 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated."
+    )
     assert diagnose([path, message], read_snapshot=lambda path: read).cause is Cause.PENDING_FREES
 
 
 def test_a_snapshot_that_is_none_is_an_error():
     with pytest.raises(TypeError, match="segments"):
         diagnose_text(MESSAGE, snapshot=[1, 2])
+
+
+def test_a_long_log_is_read_where_it_matters_and_its_line_numbers_stay(tmp_path):
+    request = 'INFO: 10.0.0.1:2333 - "POST /v1/completions HTTP/1.1" 200 OK\n'
+    log = (
+        "gpu_memory_utilization=0.97\n"
+        + request * 30_000
+        + "Capturing CUDA graphs: 40%\n"
+        + MESSAGE
+        + "\n"
+        + request * 3000
+    )
+    diagnosis = diagnose([put(tmp_path, log)])
+    assert diagnosis.cause is Cause.CUDA_GRAPHS
+    assert any("line 30003" in sentence for sentence in diagnosis.evidence)
+    assert diagnosis.fixes[0].change == "--gpu-memory-utilization 0.96"
+    assert any("is long" in note for note in diagnosis.notes)

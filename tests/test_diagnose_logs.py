@@ -12,7 +12,10 @@ OOM = (
 
 
 def traceback(*functions):
-    frames = "".join(f'(EngineCore pid=7) ERROR 10-08 20:33:48 [core.py:708]   File "/vllm/x.py", line 1, in {name}\n' for name in functions)
+    frames = "".join(
+        f'(EngineCore pid=7) ERROR 10-08 20:33:48 [core.py:708]   File "/vllm/x.py", line 1, in {name}\n'
+        for name in functions
+    )
     return f"Traceback (most recent call last):\n{frames}{OOM}\n"
 
 
@@ -20,7 +23,10 @@ def traceback(*functions):
     ("functions", "phase"),
     [
         (("_init_executor", "load_model", "initialize_model"), Phase.LOADING),
-        (("_initialize_kv_caches", "determine_available_memory", "profile_run", "_dummy_run", "forward"), Phase.PROFILING),
+        (
+            ("_initialize_kv_caches", "determine_available_memory", "profile_run", "_dummy_run", "forward"),
+            Phase.PROFILING,
+        ),
         (("compile_or_warm_up_model", "capture_model", "_dummy_run", "forward"), Phase.GRAPH_CAPTURE),
         (("compile_or_warm_up_model", "_dummy_sampler_run", "forward"), Phase.SAMPLER_WARM_UP),
         (("_initialize_kv_caches", "initialize_from_config"), Phase.START_UP),
@@ -53,30 +59,71 @@ def test_without_a_traceback_the_last_line_before_the_failure_names_the_phase(li
 
 
 def test_the_newest_marker_wins_over_older_ones():
-    log = "Starting to load model x\nModel loading took 14.99 GiB\nCapturing CUDA graphs\nGraph capturing finished in 20 secs, took 0.53 GiB\nApplication startup complete.\n"
+    log = (
+        "Starting to load model x\nModel loading took 14.99 GiB\nCapturing CUDA graphs\nGraph capturing finished in "
+        "20 secs, took 0.53 GiB\nApplication startup complete.\n"
+    )
     assert diagnose_text(log + OOM).phase is Phase.SERVING
 
 
 @pytest.mark.parametrize(
     ("text", "phase", "cause"),
     [
-        ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", Phase.START_UP, Cause.KV_CAPACITY),
-        ("RuntimeError: CUDA out of memory occurred when warming up sampler with 256 dummy requests.", Phase.SAMPLER_WARM_UP, Cause.TRANSIENT_PEAK),
+        (
+            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+            Phase.START_UP,
+            Cause.KV_CAPACITY,
+        ),
+        (
+            "RuntimeError: CUDA out of memory occurred when warming up sampler with 256 dummy requests.",
+            Phase.SAMPLER_WARM_UP,
+            Cause.TRANSIENT_PEAK,
+        ),
         ("Prefill out of memory. Try to lower your batch size.", Phase.PREFILL, Cause.KV_CAPACITY),
         ("Decode out of memory. Try to lower your batch size.", Phase.DECODE, Cause.KV_CAPACITY),
         ("ValueError: Cannot get 12 free blocks from the pool", Phase.SERVING, Cause.KV_CAPACITY),
         ("No free blocks left.", Phase.SERVING, Cause.KV_CAPACITY),
         ("Aborted due to the lack of CPU swap space", Phase.DECODE, Cause.KV_CAPACITY),
-        ("triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 114688, Hardware limit: 101376.", Phase.UNKNOWN, Cause.KERNEL_LIMIT),
-        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Phase.UNKNOWN, Cause.NON_TORCH),
-        ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error", Phase.COMMUNICATION, Cause.NON_TORCH),
+        (
+            "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 114688, Hardware "
+            "limit: 101376.",
+            Phase.UNKNOWN,
+            Cause.KERNEL_LIMIT,
+        ),
+        (
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            Phase.UNKNOWN,
+            Cause.NON_TORCH,
+        ),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error",
+            Phase.COMMUNICATION,
+            Cause.NON_TORCH,
+        ),
         ("RuntimeError: CUDA driver error: out of memory", Phase.UNKNOWN, Cause.NON_TORCH),
-        ('  File "gpu_model_runner.py", line 1, in capture_model\nRuntimeError: CUDA error: out of memory', Phase.GRAPH_CAPTURE, Cause.CUDA_GRAPHS),
-        ("Capture cuda graph failed: CUDA out of memory. Tried to allocate 448.00 MiB. GPU 7 has a total capacity of 95.00", Phase.GRAPH_CAPTURE, Cause.CUDA_GRAPHS),
-        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 137438953472 bytes.", Phase.UNKNOWN, Cause.HOST_MEMORY),
-        ("RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp", Phase.UNKNOWN, Cause.UNKNOWN),
+        (
+            '  File "gpu_model_runner.py", line 1, in capture_model\nRuntimeError: CUDA error: out of memory',
+            Phase.GRAPH_CAPTURE,
+            Cause.CUDA_GRAPHS,
+        ),
+        (
+            "Capture cuda graph failed: CUDA out of memory. Tried to allocate 448.00 MiB. GPU 7 has a total "
+            "capacity of 95.00",
+            Phase.GRAPH_CAPTURE,
+            Cause.CUDA_GRAPHS,
+        ),
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 137438953472 bytes.",
+            Phase.UNKNOWN,
+            Cause.HOST_MEMORY,
+        ),
+        (
+            "RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp",
+            Phase.UNKNOWN,
+            Cause.UNKNOWN,
+        ),
     ],
-)  # fmt: skip
+)
 def test_texts_that_are_not_pytorch_s_are_classified(text, phase, cause):
     diagnosis = diagnose_text(text)
     assert (diagnosis.phase, diagnosis.cause) == (phase, cause)
@@ -102,7 +149,9 @@ def test_memory_taken_before_the_start_is_another_process_and_the_share_that_fit
 
 
 def test_a_context_s_worth_of_taken_memory_is_a_budget_that_is_too_high():
-    diagnosis = diagnose_text("Free memory on device (23.05/23.58 GiB) on startup is less than desired GPU memory utilization (0.99, 23.34 GiB).")
+    diagnosis = diagnose_text(
+        "Free memory on device (23.05/23.58 GiB) on startup is less than desired GPU memory utilization (0.99, 23.34 GiB)."
+    )
     assert diagnosis.cause is Cause.BUDGET
 
 
@@ -142,7 +191,34 @@ def test_a_full_pool_with_waiting_requests_is_kv_capacity():
 
 
 def test_settings_in_the_log_decide_the_flag_that_is_advised():
-    vllm = diagnose_text(f"Initializing a V1 LLM engine, gpu_memory_utilization=0.95\nApplication startup complete.\n{OOM}")
+    vllm = diagnose_text(
+        f"Initializing a V1 LLM engine, gpu_memory_utilization=0.95\nApplication startup complete.\n{OOM}"
+    )
     assert vllm.fixes[0].change == "--gpu-memory-utilization 0.94"
-    sglang = diagnose_text(f"sglang server_args=ServerArgs(mem_fraction_static=0.88)\nDecode batch. #running-req: 8\n{OOM}")
+    sglang = diagnose_text(
+        f"sglang server_args=ServerArgs(mem_fraction_static=0.88)\nDecode batch. #running-req: 8\n{OOM}"
+    )
     assert sglang.fixes[0].change == "--mem-fraction-static 0.87"
+
+
+def test_a_pool_shorter_than_one_request_is_kv_capacity():
+    # The refused log of the public table: 29,000 tokens asked for, 1,478 blocks of 16.
+    diagnosis = diagnose_text("max_model_len=29000\n# GPU blocks: 1478, # CPU blocks: 2048\n")
+    assert (diagnosis.cause, diagnosis.phase) == (Cause.KV_CAPACITY, Phase.START_UP)
+    assert any("0.82 of one fits" in sentence for sentence in diagnosis.evidence)
+
+
+def test_a_pool_that_left_nothing_is_a_budget_that_is_too_high():
+    diagnosis = diagnose_text(
+        "KV Cache is allocated. #tokens: 15387, K size: 0.82 GB, V size: 0.82 GB\nMemory pool end. avail mem=0.00 GB\n"
+    )
+    assert diagnosis.cause is Cause.BUDGET
+
+
+def test_a_start_up_that_went_well_has_no_cause():
+    diagnosis = diagnose_text(
+        "max_model_len=32768\nModel loading took 14.99 GiB\nAvailable KV cache memory: 19.28 GiB\nGPU KV cache size: 157,936 tokens\n"
+        "Graph capturing finished in 20 secs, took 0.53 GiB\nApplication startup complete.\n"
+    )
+    assert diagnosis.cause is Cause.UNKNOWN
+    assert any("19.28" in sentence for sentence in diagnosis.evidence)

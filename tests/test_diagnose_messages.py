@@ -93,7 +93,9 @@ def test_an_impossible_figure_of_the_driver_is_no_figure():
 
 
 def test_hip_messages_read_like_cuda_s():
-    message = only("HIP out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 191.98 GiB of which 1.00 GiB is free.")
+    message = only(
+        "HIP out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 191.98 GiB of which 1.00 GiB is free."
+    )
     assert message.device == "HIP"
     assert gib(message.total) == 191.98
 
@@ -115,7 +117,9 @@ def test_a_message_broken_over_lines_and_prefixed_by_a_logger_is_one_message():
 
 
 def test_a_quote_in_few_words_reads_like_the_whole():
-    message = only("Tried to allocate 786.00 MiB; 79.11 GiB total, 140.75 MiB free; 78.96 in use; 68.83 allocated; 331.08 MiB reserved unallocated")
+    message = only(
+        "Tried to allocate 786.00 MiB; 79.11 GiB total, 140.75 MiB free; 78.96 in use; 68.83 allocated; 331.08 MiB reserved unallocated"
+    )
     assert (gib(message.total), gib(message.in_use), gib(message.allocated)) == (79.11, 78.96, 68.83)
     assert gib(message.unallocated) == round(331.08 / 1024, 4)
 
@@ -154,3 +158,14 @@ def test_the_published_rounding_case():
     # 1024 x 154880 x 2 bytes = 302.5 MiB, and the message says 304.00 MiB.
     low, high = tensor_interval(Size(304.0 * MIB, 0.005 * MIB))
     assert low < 302.5 * MIB <= high
+
+
+def test_a_hint_that_is_cut_off_takes_nothing_with_it():
+    log = f"{MODERN.split(' large try')[0]}\nApplication startup complete.\n{MODERN}"
+    assert len(read_messages(log)) == 2
+
+
+def test_advice_that_engines_print_is_no_evidence_of_another_process():
+    advice = "Decrease GPU memory utilization or reduce GPU memory used by other processes."
+    bare = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.99 GiB of which 0.50 GiB is free."
+    assert diagnose_text(f"{bare}\n{advice}").cause is diagnose_text(bare).cause

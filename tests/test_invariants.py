@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.core.admission import DefaultAdmission, PoolView, Rejection
+from sim.core.admission import AdmissionBase, Rejection, default_admission
 from sim.core.clock import to_fs
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.plan import Durations, ScheduledRequest, StepPlan, StepResult
-from sim.core.preemption import worst_priority
-from sim.core.request import Namespace, Outcome, RequestSpec
+from sim.core.policy import Batching, Policy
+from sim.core.preemption import VICTIMS, worst_priority
+from sim.core.request import Namespace, Outcome, Request, RequestSpec
 from sim.core.tables import Allocation, BlockTable
+from sim.core.view import EngineView
+from sim.core.waiting import FcfsQueue, priority_queue
 from sim.costs.constant import FixedCost
 from sim.results.recorder import RunRecord
 from sim.results.summary import summarize
@@ -48,9 +51,10 @@ class Load:
 
     config: EngineConfig
     requests: tuple[RequestSpec, ...]
+    policy: Policy | None = None
 
     def run(self, **hooks: object) -> RunRecord:
-        return run_world(self.config, COST, self.requests, check=True, **hooks)
+        return run_world(self.config, COST, self.requests, check=True, policy=self.policy, **hooks)
 
 
 @st.composite
@@ -214,12 +218,29 @@ class ShadowMemory:
     core: EngineCore
     specs: dict[str, RequestSpec]
     slots: dict[tuple[int, int], object] = field(default_factory=dict)
+    saved: dict[tuple[int, int], object] = field(default_factory=dict)
+    """The same of the CPU pool."""
     out: tuple[int, list[tuple[ScheduledRequest, ...]]] = (0, [])
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.settle(plan.step)
+        for _, pairs in plan.swap_outs:
+            self.copy(self.slots, self.saved, pairs)
+        for _, pairs in plan.swap_ins:
+            self.copy(self.saved, self.slots, pairs)
+        self.copy(self.slots, self.slots, plan.copies)
         self.out = (plan.step, [plan.scheduled(ahead) for ahead in range(plan.repeat)])
         return ModelExecutor(COST).execute(plan)
+
+    def copy(
+        self,
+        source: dict[tuple[int, int], object],
+        target: dict[tuple[int, int], object],
+        pairs: Sequence[tuple[int, int]],
+    ) -> None:
+        for old, new in pairs:
+            for offset in range(self.core.config.block_size):
+                target[new, offset] = source.get((old, offset))
 
     def settle(self, steps_done: int) -> None:
         """Write and read what the steps of the last plan wrote and read, as far as they were done."""
@@ -249,10 +270,25 @@ class ShadowMemory:
         return (name, token)
 
 
-@settings(max_examples=200)
-@given(loads(), st.booleans())
-def test_every_request_reads_its_own_tokens_and_no_others(load: Load, stepping: bool) -> None:
-    """I7 and I9: no block is shared wrongly, taken too early or written twice."""
+policies = st.one_of(
+    st.none(),
+    st.builds(
+        Policy,
+        queue=st.sampled_from([FcfsQueue, priority_queue]),
+        victim=st.sampled_from(list(VICTIMS.values())),
+        batching=st.sampled_from(Batching),
+        swap=st.just(True),
+    ),
+)
+
+
+@settings(max_examples=250)
+@given(loads(), policies, st.integers(0, 40), st.booleans())
+def test_every_request_reads_its_own_tokens_and_no_others(
+    load: Load, policy: Policy | None, num_cpu_blocks: int, stepping: bool
+) -> None:
+    """I7 and I9: no block is shared wrongly, taken too early or written twice, on its way through the CPU pool either."""
+    load = Load(replace(load.config, num_cpu_blocks=num_cpu_blocks), load.requests, policy)
     shadows: list[ShadowMemory] = []
 
     def executor(core: EngineCore) -> ShadowMemory:
@@ -298,19 +334,19 @@ def test_the_allocator_takes_exactly_what_the_predictor_said(load: Load, steppin
     load.run(stepping=stepping, executor=AskedAndGiven)
 
 
-class Gate:
+class Gate(AdmissionBase):
     """The default admission, remembering for how many blocks it let somebody start."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._default = DefaultAdmission(config)
+        self._default = default_admission(config)
         self.granted: list[int] = []
 
-    def arrive(self, spec: RequestSpec) -> Rejection | None:
-        return self._default.arrive(spec)
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+        return self._default.arrive(spec, view)
 
-    def may_start(self, need_blocks: int, view: PoolView) -> bool:
-        granted = self._default.may_start(need_blocks, view)
-        if granted:
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+        granted = self._default.may_start(request, need_blocks, view)
+        if granted is True:
             self.granted.append(need_blocks)
         return granted
 
@@ -328,13 +364,13 @@ def drive(core: EngineCore, specs: Sequence[RequestSpec]) -> list[StepPlan]:
 
 
 @settings(max_examples=100)
-@given(loads())
+@given(loads(policies=["fcfs"]))
 def test_whoever_passes_the_gate_finds_the_blocks_the_gate_counted(load: Load) -> None:
     """The gate asks for the whole prompt, or for the next chunk; in the step that follows the allocator takes that or less, and takes it
     at once: nobody passes the gate in vain.
     """
     gate = Gate(load.config)
-    core = EngineCore(load.config, admission=gate)
+    core = EngineCore(load.config, policy=Policy(admission=lambda config: gate))
     taken: list[int] = []
     grow = core.tables.grow
 
@@ -370,54 +406,66 @@ def test_the_sizer_the_gate_and_the_allocator_agree_on_the_largest_prompt() -> N
 # -- fairness and preemption ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a plan did to the set of running requests."""
+
+    start_fs: int
+    preempted: tuple[str, ...]
+    admitted: tuple[str, ...]
+    before: frozenset[str]
+    """Running until then, without those that ended."""
+    after: frozenset[str]
+    """Running from then on."""
+
+
 @dataclass
-class Watched:
-    """An executor that calls back with the core at every plan."""
+class Watcher:
+    """An executor that follows who runs, from the plans alone."""
 
     core: EngineCore
-    see: Callable[[EngineCore, StepPlan], None]
+    plans: list[StepPlan] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.see(self.core, plan)
+        self.plans.append(plan)
+        served = {share.request_id for share in plan.scheduled(0)}
+        ended = {name for name, _ in plan.releases} - served - set(plan.preempted)
+        before = (self.seen[-1].after if self.seen else frozenset()) - ended
+        after = (before - set(plan.preempted)) | set(plan.admitted)
+        assert len(after) == self.core.num_running
+        self.seen.append(Seen(plan.start_fs, plan.preempted, plan.admitted, before, after))
         return ModelExecutor(COST).execute(plan)
 
 
-def watch(load: Load, see: Callable[[EngineCore, StepPlan], None]) -> RunRecord:
-    return load.run(stepping=True, executor=lambda core: Watched(core, see))
+def watched(load: Load, **hooks: object) -> tuple[RunRecord, Watcher]:
+    """A stepping run, and what was seen of it."""
+    made: list[Watcher] = []
+
+    def executor(core: EngineCore) -> Watcher:
+        made.append(Watcher(core))
+        return made[0]
+
+    return load.run(stepping=True, executor=executor, **hooks), made[0]
 
 
 @settings(max_examples=150)
 @given(loads(policies=["fcfs"]))
 def test_first_come_first_served_runs_the_oldest_in_the_system(load: Load) -> None:
     """Nobody waits who came before somebody that runs: admission never overtakes, and whoever gives way is the last that came."""
-    arrival = {spec.request_id: i for i, spec in enumerate(load.requests)}
-    running: set[str] = set()
-
-    def see(core: EngineCore, plan: StepPlan) -> None:
-        running.difference_update(plan.preempted)
-        running.update(plan.admitted)
-        running.difference_update(name for name, _ in plan.releases if name not in plan.admitted)
-        in_system = sorted(arrival[name] for name in core._requests)
-        assert sorted(arrival[name] for name in running) == in_system[: len(running)]
-        assert len(running) == core.num_running
-
-    watch(load, see)
+    record, watcher = watched(load)
+    for seen in watcher.seen:
+        in_system = [r.request_id for r in record.requests if r.arrival_fs <= seen.start_fs < r.ended_fs]
+        assert seen.after == set(in_system[: len(seen.after)])
 
 
 @settings(max_examples=150)
 @given(loads(policies=["priority"]))
 def test_under_priority_scheduling_whoever_gives_way_is_the_least_important_that_runs(load: Load) -> None:
     rank = {spec.request_id: (spec.priority, spec.arrival_s, i) for i, spec in enumerate(load.requests)}
-    running: set[str] = set()
-
-    def see(core: EngineCore, plan: StepPlan) -> None:
-        stayed = running - set(plan.preempted) - {name for name, _ in plan.releases}
-        for victim in plan.preempted:
-            assert all(rank[victim] > rank[other] for other in stayed)
-        running.clear()
-        running.update(stayed, plan.admitted)
-
-    watch(load, see)
+    for seen in watched(load)[1].seen:
+        stayed = seen.before - set(seen.preempted)
+        assert all(rank[victim] > rank[other] for victim in seen.preempted for other in stayed)
 
 
 @settings(max_examples=150)
@@ -461,7 +509,11 @@ def test_preemptions_stay_few_under_heavy_pressure() -> None:
 def test_a_less_important_victim_is_the_same_in_whatever_order_the_running_are_listed() -> None:
     core = EngineCore(engine(scheduling_policy="priority"))
     made = [core.add(request(i, 0.0, 4, 4, priority=p), i // 2).request for i, p in enumerate([0, 2, 1, 2, 2])]
-    chosen = {worst_priority(dict(enumerate(order))) for order in (made, made[::-1], made[2:] + made[:2])}
+
+    def known(request: Request) -> int:
+        return request.num_tokens
+
+    chosen = {worst_priority(dict(enumerate(order)), known) for order in (made, made[::-1], made[2:] + made[:2])}
     assert chosen == {made[4]}
 
 
@@ -469,8 +521,7 @@ def test_a_less_important_victim_is_the_same_in_whatever_order_the_running_are_l
 @given(loads(), st.integers(0, 3))
 def test_a_pool_for_everybody_at_once_preempts_nobody(load: Load, spare: int) -> None:
     needed = sum(math.ceil((spec.input_tokens + spec.output_tokens) / load.config.block_size) for spec in load.requests)
-    fields = {name: getattr(load.config, name) for name in EngineConfig.__slots__}
-    enough = Load(EngineConfig(**(fields | {"num_gpu_blocks": needed + spare})), load.requests)
+    enough = Load(replace(load.config, num_gpu_blocks=needed + spare), load.requests)
     assert all(r.num_preemptions == 0 for r in enough.run().requests)
 
 
@@ -533,13 +584,8 @@ def test_the_log_has_the_release_of_the_last_request() -> None:
 @given(loads())
 def test_a_plan_says_the_same_as_the_log(load: Load) -> None:
     log: list[dict[str, object]] = []
-    plans: list[StepPlan] = []
-    load.run(
-        stepping=True,
-        decision_log=log.append,
-        executor=lambda core: Watched(core, lambda _, plan: plans.append(plan)),
-    )
-    for plan, entry in zip(plans, log, strict=True):
+    _, watcher = watched(load, decision_log=log.append)
+    for plan, entry in zip(watcher.plans, [entry for entry in log if entry["scheduled"]], strict=True):
         assert plan.step == entry["step"]
         assert list(plan.admitted) == entry["admitted"]
         assert list(plan.preempted) == entry["preempted"]

@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from sim.core.clock import to_fs
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
+from sim.core.ladder import ACTIONS, LadderConfig, Rung
 from sim.core.plan import BatchShape, Durations, ScheduledRequest, Segment, StepPlan, StepResult
+from sim.core.policy import Batching, Policy
+from sim.core.preemption import VICTIMS
 from sim.core.request import Namespace, Outcome, Request, RequestSpec
+from sim.core.waiting import FcfsQueue, aging_queue, priority_queue
 from sim.costs.constant import FixedCost
 from sim.costs.protocol import CostModel
 from sim.results.recorder import RunRecord
@@ -68,6 +72,7 @@ class Scenario:
     replicas: int = 1
     router: str = "round-robin"
     max_concurrency: int | None = None
+    policy: Policy | None = None
 
     def run(self, *, stepping: bool, **hooks: object) -> RunRecord:
         return run_world(
@@ -77,6 +82,7 @@ class Scenario:
             replicas=self.replicas,
             router=self.router,
             max_concurrency=self.max_concurrency,
+            policy=self.policy,
             stepping=stepping,
             check=True,
             **hooks,
@@ -147,7 +153,7 @@ def request_lists(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> EngineConfig:
+def configs(draw: st.DrawFn, *, cpu_blocks: Sequence[int] = (0,)) -> EngineConfig:
     """Engines from starved to comfortable."""
     chunked = draw(st.sampled_from([True, True, True, False]))
     max_num_seqs = draw(st.integers(1, 6))
@@ -163,6 +169,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
         reserve_full_prompt=draw(st.sampled_from([True, True, False])),
         sliding_window=draw(st.sampled_from([None, None, None, 4, 9])),
+        num_cpu_blocks=draw(st.sampled_from(cpu_blocks)),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
     )
 
@@ -189,6 +196,42 @@ def test_one_engine_leaves_the_same_whether_it_leaps_or_steps(scenario: Scenario
 @settings(max_examples=100)
 @given(st.builds(Scenario, configs(), staircases, request_lists()))
 def test_a_stretch_of_several_segments_is_cut_and_summed_exactly(scenario: Scenario) -> None:
+    assert_leap_equals_step(scenario)
+
+
+@st.composite
+def rungs(draw: st.DrawFn) -> Rung:
+    """A rung of the degradation ladder that goes on and off often; `swap_out` is a `pause` with a CPU pool."""
+    signal = draw(st.sampled_from(["kv_usage", "shortage", "queue_s", "preemptions"]))
+    thresholds = {"kv_usage": [0.3, 0.6, 0.9], "shortage": [0.0001, 0.2], "queue_s": [4 * TICK_S, 20 * TICK_S]}
+    on = draw(st.sampled_from(thresholds.get(signal, [1.0, 2.0])))
+    action = draw(st.sampled_from([action for action in ACTIONS if action != "swap_out"]))
+    return Rung(
+        action=action,
+        signal=signal,
+        on=on,
+        off=on * draw(st.sampled_from([1.0, 0.5])),
+        hold_s=draw(st.sampled_from([0.0, 20 * TICK_S])),
+        value={"shrink_step": 0.5, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(action, 0.0),
+    )
+
+
+ladders = st.lists(rungs(), min_size=1, max_size=3, unique_by=lambda rung: rung.action).map(
+    lambda made: LadderConfig(rungs=tuple(made), guard_priority=0)
+)
+policies = st.builds(
+    Policy,
+    queue=st.sampled_from([FcfsQueue, priority_queue, aging_queue(20 * TICK)]),
+    victim=st.sampled_from(list(VICTIMS.values())),
+    batching=st.sampled_from(Batching),
+    ladder=st.one_of(st.none(), ladders),
+    swap=st.booleans(),
+)
+
+
+@settings(max_examples=150)
+@given(st.builds(Scenario, configs(cpu_blocks=(100, 20, 0)), smooth_costs, request_lists(), policy=policies))
+def test_every_policy_leaves_the_same_whether_the_engine_leaps_or_steps(scenario: Scenario) -> None:
     assert_leap_equals_step(scenario)
 
 

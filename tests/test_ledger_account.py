@@ -28,7 +28,7 @@ GIB = 1 << 30
     utilization=st.floats(0.85, 0.95),
     block_size=st.sampled_from([1, 16, 32]),
     kv=st.sampled_from(["auto", "fp8", "nvfp4"]),
-    version=st.sampled_from(["0.7", "0.15", "0.19", "0.29"]),
+    version=st.sampled_from(["0.6.4", "0.7", "0.8", "0.15", "0.19", "0.29", "sglang-0.5"]),
 )
 def test_the_lines_add_up_to_the_physical_total_and_less_than_a_block_is_lost(
     model: str, gpu: str, tp: int, pp: int, utilization: float, block_size: int, kv: str, version: str
@@ -44,9 +44,16 @@ def test_the_lines_add_up_to_the_physical_total_and_less_than_a_block_is_lost(
         return
     assert sum(line.bytes for line in ledger.lines) == ledger.total_bytes
     assert sum(line.bytes for line in ledger.lines if line.inside_budget) == ledger.budget_bytes
-    assert 0 <= ledger.line("unused").bytes < ledger.kv_bytes_per_token * block_size
-    assert ledger.line("kv_pool").bytes == ledger.num_gpu_blocks * block_size * ledger.kv_bytes_per_token
-    assert ledger.kv_tokens == ledger.num_gpu_blocks * block_size
+    assert 0 <= ledger.line("unused").bytes < ledger.block_bytes
+    assert ledger.line("kv_pool").bytes == ledger.num_gpu_blocks * ledger.block_bytes
+    if not ledger.layout.is_hybrid:
+        assert ledger.block_bytes == block_size * ledger.kv_bytes_per_token
+        assert ledger.kv_tokens == ledger.num_gpu_blocks * block_size
+    for line in ledger.lines:
+        assert not line.ops or sum(op.allocated_bytes for op in line.ops) == line.bytes
+        assert all(op.requested_bytes <= op.allocated_bytes <= op.reserved_bytes for op in line.ops if op.is_tensor)
+    peak = max(phase.bytes for phase in ledger.phases if phase.profiled)
+    assert ledger.line("peak_activation").bytes == peak
     assert all(line.formula and line.numbers for line in ledger.lines)
 
 
@@ -181,6 +188,15 @@ def test_an_override_beyond_the_budget_warns_and_beyond_the_device_is_called_a_w
         ({"engine_version": "0.2"}, "older than 0.6"),
         ({"kv_cache_memory_bytes": 1}, "less than one block"),
         ({"kv_cache_memory_bytes": 80 << 30}, "more than the 79.19 GiB"),
+        ({"engine_version": "sglang-0.2"}, "older than SGLang 0.4"),
+        ({"engine_version": "0.19-v0"}, "V0 engine from 0.6.5 to 0.10"),
+        ({"watermark": 1.0}, "watermark is 1.0"),
+        ({"max_loras": -1}, "max_loras is -1"),
+        ({"encoder_tokens": -1}, "encoder_tokens is -1"),
+        ({"speculative_model": "llama-3.2-1b"}, "num_speculative_tokens 0"),
+        ({"speculative_model": "qwen3-0.6b", "num_speculative_tokens": 3}, "151936"),
+        ({"speculative_model": "llama-3.2-1b", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2}, "is 2"),
+        ({"other_processes_bytes": 20 << 30}, "use --gpu-memory-utilization 0.74 or less"),
     ],
 )
 def test_bad_settings_are_one_message(settings: dict[str, object], words: str) -> None:
@@ -189,10 +205,69 @@ def test_bad_settings_are_one_message(settings: dict[str, object], words: str) -
     assert words in str(error.value)
 
 
-def test_a_windowed_model_is_sized_as_an_upper_bound_and_says_so() -> None:
-    ledger = build_ledger("gpt-oss-20b", "h100")
-    assert ledger.kv_bytes_per_token == 49_152
-    assert any("upper bound" in warning and "24576" in warning for warning in ledger.warnings)
+def test_defaults_follow_the_release() -> None:
+    assert build_ledger("llama-3.1-8b", "h100", engine_version="0.19").gpu_memory_utilization == 0.9
+    assert build_ledger("llama-3.1-8b", "h100").gpu_memory_utilization == 0.92
+    # V0 ran whole prompts up to 32,768 tokens, and chunks of 2,048 above.
+    assert (
+        build_ledger("llama-3.1-8b", "h100", engine_version="0.7", max_model_len=16384).max_num_batched_tokens == 16384
+    )
+    assert build_ledger("llama-3.1-8b", "h100", engine_version="0.7").max_num_batched_tokens == 2048
+    # SGLang: 10 GiB at least are set aside above 60 GiB, here 512 + 1.5 * 8192 + 128 + 2 * 256 MB.
+    sglang = build_ledger("llama-3.1-8b", "h100", engine_version="sglang-0.5")
+    assert sglang.gpu_memory_utilization == round(1 - (512 + 1.5 * 8192 + 128 + 512) / (79.19 * 1024), 3)
+
+
+def test_what_counts_as_the_engine_s_changed_with_the_release() -> None:
+    old, new = (build_ledger("llama-3.1-8b", "h100", engine_version=version) for version in ("0.8.5", "0.12"))
+    assert old.line("context").inside_budget
+    assert not new.line("context").inside_budget
+    # B38: the same buffers, counted or not by when the base line is taken.
+    counted, before = (
+        build_ledger("llama-3.1-8b", "h100", tensor_parallel_size=2, engine_version=version)
+        for version in ("0.10.2", "0.12")
+    )
+    assert counted.line("communication").gib - before.line("communication").gib > 1.2
+
+
+def test_a_v1_release_falls_back_to_v0_on_an_old_gpu() -> None:
+    # DeepSeek-R1-0528-Qwen3-8B on four RTX 2080 Ti, vLLM 0.8.5: the sampler sorts, 1.45 GiB.
+    ledger = build_ledger(
+        "deepseek-r1-0528-qwen3-8b", "rtx-2080-ti", tensor_parallel_size=4, engine_version="0.8.5",
+        max_num_batched_tokens=8192, max_model_len=65536, gpu_memory_utilization=0.93, enforce_eager=True,
+    )  # fmt: skip
+    assert ledger.line("peak_activation").gib == pytest.approx(1.45, abs=0.01)
+    assert ledger.line("kv_pool").ops[1].name == "safety watermark"
+
+
+def test_the_draft_model_is_on_the_ledger_of_the_rank_that_holds_it() -> None:
+    # B39: 70B over four ranks, 8B on the first: 81,920 + 131,072 bytes a token there, and 14.96 GiB of weights more.
+    ledger = build_ledger(
+        "llama-3.1-70b", "h100", tensor_parallel_size=4, speculative_model="llama-3.1-8b", num_speculative_tokens=4,
+    )  # fmt: skip
+    assert ledger.kv_bytes_per_token == 212_992
+    assert ledger.line("draft_weights").ops[0].requested_bytes == 8_030_261_248 * 2
+    alone = build_ledger("llama-3.1-70b", "h100", tensor_parallel_size=4)
+    assert ledger.num_gpu_blocks < alone.num_gpu_blocks * 81_920 / 212_992
+
+
+def test_adapter_slots_are_thin_matrices_beside_every_matrix() -> None:
+    ledger = build_ledger("llama-3.1-8b", "h100", max_loras=4, max_lora_rank=16)
+    # A layer: QKV 3 x 4096 + 6144, output 8192, gate and up 2 x (4096 + 14336), down 14336 + 4096; 32 layers, 4 slots, rank 16, bf16.
+    numbers = 3 * 4096 + 6144 + 8192 + 2 * (4096 + 14336) + 14336 + 4096
+    assert ledger.line("lora").ops[0].requested_bytes == 4 * 16 * 32 * numbers * 2
+    with pytest.raises(ConfigError, match="experts"):
+        build_ledger("mixtral-8x7b", "h200", max_loras=1)
+
+
+def test_other_processes_shrink_what_is_free_and_not_the_budget() -> None:
+    alone, shared = (
+        build_ledger("llama-3.1-8b", "h100", gpu_memory_utilization=0.5, other_processes_bytes=size)
+        for size in (0, 20 << 30)
+    )
+    assert shared.num_gpu_blocks == alone.num_gpu_blocks
+    assert shared.line("other_processes").bytes == 20 << 30
+    assert not shared.line("other_processes").inside_budget
 
 
 def test_a_missing_line_names_those_there_are() -> None:

@@ -1,7 +1,6 @@
 """The ledger against what real engines printed at start-up. No figure of a log goes in; its configuration does.
 
-Tolerances are what the formulas reach today, stated plainly. The least certain line is non-torch memory, which differs by
-a few tenths of a GiB between machines: it decides the error wherever the pool is small.
+The thresholds are the project's own (median 2 %, worst 6 %, activation 10 %), with the exact figures where the formulas reach them.
 """
 
 from __future__ import annotations
@@ -9,124 +8,98 @@ from __future__ import annotations
 import csv
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sim.catalog.gpus import gpu
+from experiments.ledger_table import Case, block_error, cases, main, naive_blocks, predicted
 from sim.catalog.models import model_shape
-from sim.memory import Ledger, build_ledger
-from sim.memory.activation import forward_peak
-from sim.memory.releases import engine_release
+from sim.memory import build_ledger
 
 GIB = 1 << 30
 
 
-def h100_rows(data_dir: Path) -> list[dict[str, str]]:
-    with (data_dir / "memory" / "vllm_0.19_h100_ledger.csv").open() as file:
-        return list(csv.DictReader(file))
+@pytest.fixture(scope="module")
+def complete(data_dir: Path) -> list[Case]:
+    """Logs whose configuration is stated in full."""
+    found = [case for case in cases(data_dir) if not case.missing]
+    assert len(found) >= 24
+    return found
 
 
-def predicted(row: dict[str, str]) -> Ledger:
-    """The ledger of a row of the H100 table, from its configuration."""
-    return build_ledger(
-        row["model"],
-        "h100-sxm-80gb",
-        tensor_parallel_size=int(row["tp"]),
-        pipeline_parallel_size=int(row["pp"]),
-        max_model_len=int(row["max_model_len"]),
-        gpu_memory_utilization=float(row["gpu_memory_utilization"]),
-        kv_cache_dtype=row["kv_cache_dtype"],
-        dtype="float32" if "float32" in row["note"] else "auto",
-        quantization="fp8" if "runtime quantization fp8" in row["note"] else "auto",
-        engine_version="0.19",
+def pools(complete: list[Case], engine: str) -> dict[str, float]:
+    """Relative errors of pools by label."""
+    errors = {}
+    for number, case in enumerate(complete):
+        account = predicted(case)
+        error = block_error(case, account)
+        if account.engine == engine and error is not None:
+            errors[f"{number} {case.label}"] = error
+    return errors
+
+
+def test_blind_block_counts_are_within_two_per_cent_in_the_median_and_six_at_worst(complete: list[Case]) -> None:
+    errors = pools(complete, "vllm")
+    assert len(errors) >= 14
+    assert statistics.median(map(abs, errors.values())) <= 0.005
+    assert max(map(abs, errors.values())) <= 0.06, errors
+
+
+def test_sglang_s_pool_follows_from_its_share_of_what_is_free(complete: list[Case]) -> None:
+    errors = pools(complete, "sglang")
+    assert len(errors) == 2
+    assert max(map(abs, errors.values())) <= 0.01, errors
+
+
+def test_the_saturated_run_is_sized_right_where_the_naive_figure_is_a_third_too_high(complete: list[Case]) -> None:
+    (case,) = (case for case in complete if "RTX 4090" in case.label)
+    account = predicted(case)
+    assert account.num_gpu_blocks == pytest.approx(2588, rel=0.005)
+    assert naive_blocks(case, account) / 2588 - 1 == pytest.approx(0.31, abs=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(20_000, 1952), (29_000, 1478)])
+def test_a_longer_profile_leaves_less_cache(tokens: int, blocks: int) -> None:
+    # vLLM 0.6.4 on an RTX 3090, whole prompts (issue 10517): capacity is not monotonic in max_model_len.
+    account = build_ledger(
+        "llama-3.1-8b", "rtx-3090", max_num_batched_tokens=tokens, engine_version="0.6.4", gpu_memory_utilization=0.9
     )
+    assert account.num_gpu_blocks == pytest.approx(blocks, rel=0.005)
+    chunked = build_ledger("llama-3.1-8b", "rtx-3090", max_model_len=35_000, engine_version="0.6.4")
+    assert chunked.max_num_batched_tokens == 512  # chunked prefill came on by itself above 32k
+    assert chunked.line("peak_activation").gib == pytest.approx(15.05 - 14.99, abs=0.02)
 
 
-def test_weights_are_within_a_rounding_digit_of_every_h100_row(data_dir: Path) -> None:
-    rows = [row for row in h100_rows(data_dir) if row["weights_gib"]]
+def h100(complete: list[Case], line: str) -> list[Case]:
+    """Rows of the vLLM 0.19 table that state `line`."""
+    return [case for case in complete if "H100" in case.label and "vllm 0.19" in case.label and line in case.printed]
+
+
+def test_weights_are_within_a_rounding_digit_of_every_h100_row(complete: list[Case]) -> None:
+    rows = h100(complete, "weights")
     assert len(rows) == 11
-    for row in rows:
-        assert predicted(row).line("weights").gib == pytest.approx(float(row["weights_gib"]), abs=0.006), row
+    for case in rows:
+        assert predicted(case).stages[0].weights_bytes / GIB == pytest.approx(case.printed["weights"], abs=0.006), (
+            case.label
+        )
 
 
-def test_peak_activation_is_within_one_per_cent_of_every_h100_row_with_a_sampler(data_dir: Path) -> None:
-    rows = [row for row in h100_rows(data_dir) if row["peak_activation_gib"] and row["pp"] == "1"]
-    assert len(rows) == 11
-    for row in rows:
-        measured = float(row["peak_activation_gib"])
-        assert predicted(row).line("peak_activation").gib == pytest.approx(measured, rel=0.01), row
+def test_peak_activation_is_within_one_per_cent_of_every_h100_row_and_five_on_pipelines(complete: list[Case]) -> None:
+    rows = h100(complete, "peak_activation")
+    assert len(rows) == 13
+    for case in rows:
+        account = predicted(case)
+        tolerance = 0.006 if account.pipeline_parallel_size == 1 else 0.05
+        ours = account.stages[0].peak_activation_bytes / GIB
+        assert ours == pytest.approx(case.printed["peak_activation"], rel=tolerance), case.label
 
 
-@pytest.mark.parametrize(("stages", "measured_gib"), [(2, 1.10), (4, 1.05)])
-def test_a_pipeline_stage_without_the_sampler_shows_the_forward_peak(stages: int, measured_gib: float) -> None:
-    peak = forward_peak(
-        model_shape("llama-3.1-8b"),
-        gpu("h100"),
-        engine_release("0.19"),
-        tokens=8192,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=stages,
-        dtype="bfloat16",
-        tuned=True,
-    )
-    assert peak.bytes / GIB == pytest.approx(measured_gib, rel=0.06)
-
-
-def test_the_kv_pool_is_within_a_tenth_of_a_per_cent_of_every_h100_row(data_dir: Path) -> None:
-    rows = [row for row in h100_rows(data_dir) if row["kv_gib"]]
-    assert len(rows) == 5
-    for row in rows:
-        ledger = predicted(row)
-        assert ledger.line("kv_pool").gib == pytest.approx(float(row["kv_gib"]), rel=0.001), row
-        if row["kv_tokens"]:
-            assert ledger.kv_tokens == pytest.approx(int(row["kv_tokens"]), rel=0.001), row
-
-
-# Start-up logs with a configuration: blocks the engine reported, then what it ran with.
-# The 256 sequences are the releases' default on these cards.
-LOGS: list[tuple[str, int, str, str, dict[str, Any]]] = [
-    ("RTX 4090, vLLM 0.19", 2588, "llama-3.1-8b", "rtx-4090-24gb",
-     {"engine_version": "0.19", "max_num_batched_tokens": 2048, "max_model_len": 32768}),
-    ("A100-40GB, vLLM 0.15.1, eager", 157936 // 16, "llama-3.1-8b", "a100-sxm-40gb",
-     {"engine_version": "0.15.1", "max_num_batched_tokens": 8192, "enforce_eager": True}),
-    ("L4, vLLM 0.7.3", 2356, "llama-3.1-8b", "l4-24gb", {"engine_version": "0.7.3", "max_num_batched_tokens": 2048}),
-    ("RTX 3090, vLLM 0.6.4, 20k whole prompts", 1952, "llama-3.1-8b", "rtx-3090-24gb",
-     {"engine_version": "0.6.4", "max_num_batched_tokens": 20000, "max_model_len": 20000}),
-    ("RTX 3090, vLLM 0.6.4, 29k whole prompts", 1478, "llama-3.1-8b", "rtx-3090-24gb",
-     {"engine_version": "0.6.4", "max_num_batched_tokens": 29000}),
-    ("T4, vLLM 0.7.3", 5519, "qwen2.5-1.5b", "t4-16gb",
-     {"engine_version": "0.7.3", "max_num_batched_tokens": 32768, "gpu_memory_utilization": 0.5}),
-    ("H100, vLLM V0", 36184, "qwen3-0.6b", "h100-sxm-80gb",
-     {"engine_version": "0.7", "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.8}),
-    ("H100, vLLM 0.19", 476000 // 16, "llama-3.1-8b", "h100-sxm-80gb",
-     {"engine_version": "0.19", "gpu_memory_utilization": 0.95, "max_num_seqs": 1024}),
-    ("H100, vLLM 0.19", 1096000 // 16, "qwen2.5-7b", "h100-sxm-80gb",
-     {"engine_version": "0.19", "gpu_memory_utilization": 0.95, "max_num_seqs": 1024}),
-]  # fmt: skip
-
-
-def block_error(blocks: int, model: str, card: str, settings: dict[str, Any]) -> float:
-    ledger = build_ledger(model, card, **{"gpu_memory_utilization": 0.9, "max_num_seqs": 256, **settings})
-    return ledger.num_gpu_blocks / blocks - 1
-
-
-@pytest.mark.parametrize(("label", "blocks", "model", "card", "settings"), LOGS)
-def test_blocks_are_predicted_from_the_configuration_alone(
-    label: str, blocks: int, model: str, card: str, settings: dict[str, Any]
-) -> None:
-    assert abs(block_error(blocks, model, card, settings)) < 0.06, label
-
-
-def test_the_median_error_of_predicted_blocks_is_at_most_two_per_cent() -> None:
-    assert statistics.median(abs(block_error(*log[1:])) for log in LOGS) < 0.02
-
-
-def test_the_saturated_run_is_sized_within_three_per_cent_where_the_naive_figure_is_a_third_too_high() -> None:
-    label, blocks, model, card, settings = LOGS[0]
-    assert abs(block_error(blocks, model, card, settings)) < 0.03, label
-    naive = (0.9 * 24 * GIB - model_shape(model).weight_bytes()) / (131_072 * 16)
-    assert naive / blocks - 1 == pytest.approx(0.31, abs=0.01)
+def test_memory_outside_pytorch_is_right_on_every_h100_row(complete: list[Case]) -> None:
+    rows = h100(complete, "non_torch")
+    assert len(rows) == 13
+    for case in rows:
+        # Granite's 0.46 beside Llama's 0.25 is the stack of a kernel that spills on a vocabulary that is no multiple of 16.
+        ours = predicted(case).stages[0].non_torch_bytes / GIB
+        assert ours == pytest.approx(case.printed["non_torch"], abs=0.03), case.label
 
 
 def test_kv_bytes_agree_with_every_log_that_states_gib_and_tokens(data_dir: Path) -> None:
@@ -140,6 +113,7 @@ def test_kv_bytes_agree_with_every_log_that_states_gib_and_tokens(data_dir: Path
         "Qwen3-0.6B class (1.12 GiB)": "qwen3-0.6b",
         "Qwen3-30B-A3B quantised (E=128; inferred)": "qwen3-30b-a3b",
         "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": "qwen3-8b",
+        "llava-hf/llava-v1.6-mistral-7b-hf": "llava-v1.6-mistral-7b",
         "meta-llama/Llama-3.1-70B-Instruct": "llama-3.1-70b",
         "mistralai/Mistral-Nemo-Instruct-2407": "mistral-nemo-12b",
         "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
@@ -153,4 +127,37 @@ def test_kv_bytes_agree_with_every_log_that_states_gib_and_tokens(data_dir: Path
             implied = float(row["kv_gib"]) * GIB / int(row["kv_tokens"])
             assert implied == pytest.approx(per_token, rel=0.003), row
             checked += 1
-    assert checked >= 12
+    assert checked >= 13
+
+
+def test_the_budget_identity_holds_on_every_complete_row(data_dir: Path) -> None:
+    checked = 0
+    with (data_dir / "memory" / "kv_capacity_logs.csv").open() as file:
+        for row in csv.DictReader(file):
+            columns = (
+                "gpu_mem_gib",
+                "gpu_memory_utilization",
+                "weights_gib",
+                "non_torch_gib",
+                "peak_activation_gib",
+                "kv_gib",
+            )
+            if (
+                not all(row[column].strip() for column in columns)
+                or "double" in row["notes"]
+                or row["version"] == "0.6.4"
+            ):
+                continue  # the 0.6.4 row's peak column already had the non-torch memory taken off
+            total, share, *spent, kv = (float(row[column]) for column in columns)
+            estimate = 0.58 if "0.58(graph ESTIMATE)" in row["notes"] else 0.0
+            # Figures of two digits, five of them: at most 0.005 GiB of rounding each.
+            assert total * share - sum(spent) - estimate == pytest.approx(kv, abs=0.02), row
+            checked += 1
+    assert checked >= 7
+
+
+def test_the_table_prints_the_naive_figure_beside_ours(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(data_dir)]) == 0
+    text = capsys.readouterr().out
+    assert "naive" in text and "median error" in text and "not predicted" in text
+    assert main([str(data_dir / "nowhere")]) == 2

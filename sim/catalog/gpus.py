@@ -88,7 +88,7 @@ class Gpu:
 
 def _gpu(
     name: str, architecture: str, capability: tuple[int, int], nominal_gb: int, total_gib: float, bandwidth_gb_per_s: float,
-    bf16_tera: float, fp8_tera: float | None, int8_tera: float | None, sms: int, l2_mib: int,
+    bf16_tera: float, fp8_tera: float | None, int8_tera: float | None, sms: int, l2_mib: float,
     link: str, link_gb_per_s: float, pcie_gb_per_s: float, source: str,
     *, bf16: bool = True, workstation: bool = False, unverified: tuple[str, ...] = (),
 ) -> Gpu:  # fmt: skip
@@ -99,7 +99,7 @@ def _gpu(
         bf16_flops_per_s=round(bf16_tera * _TERA),
         fp8_flops_per_s=None if fp8_tera is None else round(fp8_tera * _TERA),
         int8_ops_per_s=None if int8_tera is None else round(int8_tera * _TERA),
-        sm_count=sms, l2_cache_bytes=l2_mib << 20, link=link, link_bytes_per_s=round(link_gb_per_s * _GIGA),
+        sm_count=sms, l2_cache_bytes=round(l2_mib * (1 << 20)), link=link, link_bytes_per_s=round(link_gb_per_s * _GIGA),
         pcie_bytes_per_s=round(pcie_gb_per_s * _GIGA), has_bf16=bf16, workstation=workstation,
         source=source, unverified=unverified,
     )  # fmt: skip
@@ -133,6 +133,8 @@ _ENTRIES = (
          "AWS EC2 G5 page; NVIDIA A10 data sheet", unverified=("bf16_flops_per_s", "int8_ops_per_s")),
     _gpu("t4-16gb", "turing", (7, 5), 16, 14.56, 320, 65, None, 130, 40, 4, "pcie", 16, 16,
          "NVIDIA T4 data sheet", bf16=False),
+    _gpu("rtx-2080-ti-22gb", "turing", (7, 5), 22, 21.48, 616, 53.8, None, 215.2, 68, 5.5, "pcie", 16, 16,
+         "NVIDIA Turing architecture white paper; memory doubled by a third party", bf16=False, workstation=True),
     _gpu("rtx-4090-24gb", "ada", (8, 9), 24, 25250627584 / GIB, 1008, 165.2, 330.3, 660.6, 128, 72, "pcie", 32, 32,
          "NVIDIA Ada architecture white paper", workstation=True),
     _gpu("rtx-3090-24gb", "ampere", (8, 6), 24, 23.58, 936, 71, None, 284, 82, 6, "pcie", 32, 32,
@@ -164,6 +166,7 @@ GPU_ALIASES = {
     "4090": "rtx-4090-24gb", "rtx-4090": "rtx-4090-24gb", "rtx4090": "rtx-4090-24gb",
     "nvidia-geforce-rtx-4090": "rtx-4090-24gb", "3090": "rtx-3090-24gb", "rtx-3090": "rtx-3090-24gb",
     "rtx3090": "rtx-3090-24gb", "a6000": "rtx-a6000-48gb", "rtx-a6000": "rtx-a6000-48gb",
+    "2080-ti": "rtx-2080-ti-22gb", "rtx-2080-ti": "rtx-2080-ti-22gb",
     "5090": "rtx-5090-32gb", "rtx-5090": "rtx-5090-32gb", "rtx5090": "rtx-5090-32gb",
     "rtx-pro-6000": "rtx-pro-6000-96gb", "rtxpro6000": "rtx-pro-6000-96gb", "mi300x": "mi300x-192gb",
 }

@@ -6,6 +6,7 @@ Every value is a fact of the model's published `config.json`; the comment above 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from .hf_config import read_config
@@ -18,13 +19,14 @@ from .shape import ModelShape
 def _llama(
     name: str, layers: int, heads: int, kv_heads: int, hidden: int, wide: int, vocabulary: int, length: int,
     *, head_dim: int = 128, architecture: str = "llama", dtype: str = "bfloat16", tied: bool = False,
-    qkv_bias: bool = False, qk_norm: bool = False, moe: MoeShape | None = None,
+    qkv_bias: bool = False, qk_norm: bool = False, moe: MoeShape | None = None, encoder: int = 0,
 ) -> ModelShape:  # fmt: skip
     """A decoder of the Llama family: one kind of attention, gated MLP, two norms a layer."""
     return ModelShape(
         name=name, architecture=architecture, num_layers=layers, hidden_size=hidden, intermediate_size=wide, vocab_size=vocabulary,
         max_position_embeddings=length, attention=(AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim),),
         dtype=dtype, tie_word_embeddings=tied, qkv_bias=qkv_bias, qk_norm=qk_norm, moe=moe,
+        encoder_parameters=encoder,
     )  # fmt: skip
 
 
@@ -113,6 +115,9 @@ _SHAPES = (
     # Mistral AI, config.json of mistralai/Mistral-7B-Instruct-v0.2 and -v0.3 (no window), Mistral-Nemo-Instruct-2407, Mixtral-8x7B-v0.1.
     _llama("mistral-7b", 32, 32, 8, 4096, 14336, 32000, 32768, architecture="mistral"),
     _llama("mistral-7b-v0.3", 32, 32, 8, 4096, 14336, 32768, 32768, architecture="mistral"),
+    # LLaVA, config.json of llava-hf/llava-v1.6-mistral-7b-hf: CLIP ViT-L/14 at 336 pixels (303.5 million parameters) and a
+    # two-layer projector of 21 million beside Mistral-7B.
+    _llama("llava-v1.6-mistral-7b", 32, 32, 8, 4096, 14336, 32064, 32768, architecture="mistral", dtype="float16", encoder=324_500_000),
     _llama("mistral-nemo-12b", 40, 32, 8, 5120, 14336, 131072, 1024000, architecture="mistral"),
     _llama(
         "mixtral-8x7b", 32, 32, 8, 4096, 14336, 32000, 32768, architecture="mixtral",
@@ -130,6 +135,8 @@ _SHAPES = (
     _qwen3("qwen3-1.7b", 28, 16, 8, 2048, 6144, tied=True),
     _qwen3("qwen3-4b", 36, 32, 8, 2560, 9728, tied=True),
     _qwen3("qwen3-8b", 36, 32, 8, 4096, 12288),
+    # DeepSeek, config.json of deepseek-ai/DeepSeek-R1-0528-Qwen3-8B: Qwen3-8B with positions stretched fourfold.
+    replace(_qwen3("deepseek-r1-0528-qwen3-8b", 36, 32, 8, 4096, 12288), max_position_embeddings=131072),
     _qwen3("qwen3-14b", 40, 40, 8, 5120, 17408),
     _qwen3("qwen3-32b", 64, 64, 8, 5120, 25600),
     _qwen3("qwen3-30b-a3b", 48, 32, 4, 2048, 6144, moe=MoeShape(num_experts=128, experts_per_token=8, intermediate_size=768)),

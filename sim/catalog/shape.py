@@ -61,6 +61,8 @@ class ModelShape:
     """Normalisation vectors of hidden size a layer."""
     rotary_dim: int = 0
     """Width of the rotary position table; 0 for the whole head."""
+    encoder_parameters: int = 0
+    """Parameters of encoders of other media and of what joins them to the language model: stored, and no part of the counts below."""
     notes: tuple[str, ...] = ()
     """What a reader of numbers derived from this shape must know."""
 

@@ -25,7 +25,7 @@ class WeightTensor:
     """One stored tensor (or, for vectors, one that a layer has `count` of)."""
 
     name: str
-    """`qkv`, `out`, `gate_up`, `down`, `expert_gate_up`, ..., `embedding`, `lm_head`, `norm`, `bias`."""
+    """`qkv`, `out`, `gate_up`, `down`, `expert_gate_up`, ..., `embedding`, `lm_head`, `norm`, `bias`, `encoder` (all of it)."""
     elements: int
     """Numbers in one tensor, on one rank where it was listed for a rank."""
     layer: int | None = None
@@ -62,6 +62,8 @@ def rank_weight_tensors(
     last = pipeline_rank == pipeline_parallel_size - 1
     if pipeline_rank == 0 or (last and model.tie_word_embeddings):
         yield WeightTensor("embedding", vocabulary)
+    if pipeline_rank == 0 and model.encoder_parameters:
+        yield WeightTensor("encoder", -(-model.encoder_parameters // tensor_parallel_size))
     for layer in model.layers_of_rank(pipeline_rank, pipeline_parallel_size):
         yield from _layer(model, layer, tensor_parallel_size)
     if last:

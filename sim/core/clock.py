@@ -7,12 +7,14 @@ exact arithmetic gives both the same bytes. A femtosecond keeps a cost slope of 
 precise to better than one part in a million.
 """
 
+from fractions import Fraction
+
 FS_PER_S = 10**15
 
 
 def to_fs(seconds: float) -> int:
     """Nearest whole number of femtoseconds to a time in seconds."""
-    return round(seconds * FS_PER_S)
+    return round(Fraction(seconds) * FS_PER_S)
 
 
 def to_s(time_fs: int) -> float:

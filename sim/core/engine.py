@@ -109,15 +109,20 @@ class EngineCore:
         """Requests in the system."""
         return len(self._requests)
 
+    def owned_blocks_in(self, ahead: int) -> int:
+        """Blocks owned in step `ahead` of the plan that is out."""
+        later = (self._scheduler.decode.num_needing_block(step) for step in range(1, ahead + 1))
+        return self.pool.num_owned + sum(later)
+
     @property
     def steps(self) -> int:
         """Steps committed."""
         return self._step
 
     @property
-    def decode_version(self) -> int:
-        """Changes whenever the set of steadily decoding requests does."""
-        return self._scheduler.decode.version
+    def version(self) -> int:
+        """Changes whenever the running requests, or those of them that decode steadily, change."""
+        return self._scheduler.version
 
     @property
     def prefix_queried_tokens(self) -> int:

@@ -51,6 +51,7 @@ class Scheduler:
         self.drain = DrainMeter()
         self.view = EngineView(self)
         self.waiting = policy.queue(self.view)
+        self._running_changes = 0
         self.backlog_tokens = 0
         """Prompt tokens of all requests that have not got their first token."""
         self.table_blocks = 0
@@ -58,6 +59,11 @@ class Scheduler:
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
         """Prompt tokens looked up, and found, at first admissions; what a request finds of its own after a preemption does not count."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the running requests, or those of them that decode steadily, change."""
+        return self.decode.version + self._running_changes
 
     @property
     def steady(self) -> bool:
@@ -473,6 +479,7 @@ class Scheduler:
     def _run(self, request: Request, now_fs: int) -> None:
         request.order = self._next_order
         self._next_order += 1
+        self._running_changes += 1
         request.state = State.RUNNING
         self.running[request.order] = self.catching_up[request.order] = request
         if request.scheduled_fs is None:
@@ -551,6 +558,7 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         del self.running[request.order]
+        self._running_changes += 1
         self.catching_up.pop(request.order, None)
 
     def _register(self, request: Request, computed_tokens: int) -> None:

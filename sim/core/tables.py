@@ -55,7 +55,7 @@ class BlockTables:
             hits=len(hits),
             unreferenced_hits=self.pool.num_unreferenced(hits),
             skipped=skipped_blocks(start, self.block_size, self.window),
-            copied=self._shared_tail(table, computed_tokens, new_tokens) is not None,
+            copied=len(self._shared(self._written(table, computed_tokens, new_tokens), table)),
         )
 
     def grow(
@@ -63,8 +63,8 @@ class BlockTables:
     ) -> Allocation | None:
         """Make room to write tokens `[start, start + new_tokens)`, where start is `computed_tokens` plus the `hits`' tokens.
 
-        `hits` are blocks found in the prefix index; they are appended, and referenced, first. If the block that will be
-        written into is shared, it is replaced by a fresh one and a copy is asked for. Blocks that slid out of the
+        `hits` are blocks found in the prefix index; they are appended, and referenced, first. Blocks that will be
+        written into and are shared are replaced by fresh ones, and copies are asked for. Blocks that slid out of the
         window are given back first. None, and nothing else changed, when the pool has too few free blocks.
         """
         pool = self.pool
@@ -73,17 +73,17 @@ class BlockTables:
         need = self.need(table, computed_tokens, new_tokens, hits)
         if need > pool.num_free:
             return None
-        tail = self._shared_tail(table, computed_tokens, new_tokens)
+        written = self._written(table, computed_tokens, new_tokens)
+        shared = self._shared(written, table)
         pool.acquire(hits)
         table.blocks.extend(hits)
         grown = max(
             blocks_for(computed_tokens + len(hits) * self.block_size + new_tokens, self.block_size) - len(table), 0
         )
-        copies: tuple[tuple[int, int], ...] = ()
-        if tail is not None:
-            copies = ((table.blocks[tail], self._replace(table, tail)),)
+        copies = tuple((table.blocks[index], self._replace(table, index)) for index in shared)
+        pool.forget(table.blocks[index] for index in written)  # what they hold is about to change
         blocks = pool.allocate(grown)
-        assert blocks is not None  # `need` covers the hits, the copy and these
+        assert blocks is not None  # `need` covers the hits, the copies and these
         table.blocks.extend(blocks)
         return Allocation(blocks, copies)
 
@@ -115,12 +115,14 @@ class BlockTables:
             table.blocks[:skipped] = [NO_BLOCK] * skipped
         return slid
 
-    def _shared_tail(self, table: BlockTable, computed_tokens: int, new_tokens: int) -> int | None:
-        """Index of the existing block that the next token is written into, if somebody else holds it too."""
-        index = computed_tokens // self.block_size
-        if new_tokens < 1 or index >= len(table) or self.pool.ref_cnt(table.blocks[index]) < 2:
-            return None
-        return index
+    def _written(self, table: BlockTable, computed_tokens: int, new_tokens: int) -> range:
+        """Indexes of the blocks the table has already that tokens `[computed_tokens, computed_tokens + new_tokens)` go to."""
+        stop = blocks_for(computed_tokens + new_tokens, self.block_size) if new_tokens > 0 else 0
+        return range(computed_tokens // self.block_size, min(stop, len(table)))
+
+    def _shared(self, written: range, table: BlockTable) -> list[int]:
+        """Those of them that somebody else holds too."""
+        return [index for index in written if self.pool.ref_cnt(table.blocks[index]) > 1]
 
     def _replace(self, table: BlockTable, index: int) -> int:
         fresh = self.pool.allocate(1)

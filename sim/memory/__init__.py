@@ -2,5 +2,6 @@
 
 from .build import build_ledger
 from .ledger import Ledger, LedgerLine, blocks_for_tokens
+from .ops import Op, Peak
 
-__all__ = ["Ledger", "LedgerLine", "blocks_for_tokens", "build_ledger"]
+__all__ = ["Ledger", "LedgerLine", "Op", "Peak", "blocks_for_tokens", "build_ledger"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim.catalog.gpus import GIB, Gpu
 from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
 
-from .account import RankAccount, Settings, account_rank
-from .ledger import blocks_for_tokens
+from .account import RankAccount, account_rank, free_at_start_bytes
+from .settings import Settings
 
 _ADVISED_TOKENS = 8192
 """A change is advised when it makes room for a sequence of this length, where none was asked for."""
@@ -17,8 +18,16 @@ _ADVISED_TOKENS = 8192
 
 def poorest_rank(model: ModelShape, gpu: Gpu, settings: Settings) -> RankAccount:
     """The account of the rank with the fewest blocks: all ranks get a pool of its size."""
-    stages = range(settings.pipeline_parallel_size)
-    accounts = [account_rank(model, gpu, settings, stage) for stage in stages]
+    return poorest(stage_accounts(model, gpu, settings))
+
+
+def stage_accounts(model: ModelShape, gpu: Gpu, settings: Settings) -> tuple[RankAccount, ...]:
+    """The account of every pipeline stage."""
+    return tuple(account_rank(model, gpu, settings, stage) for stage in range(settings.pipeline_parallel_size))
+
+
+def poorest(accounts: Sequence[RankAccount]) -> RankAccount:
+    """The account with the fewest blocks."""
     return min(accounts, key=lambda account: (account.num_blocks, -account.used_bytes))
 
 
@@ -35,6 +44,35 @@ class Fit:
     account: RankAccount
     """The poorest rank's."""
 
+    @property
+    def in_flight_tokens(self) -> int:
+        """Tokens that may be scheduled and not yet done."""
+        return self.settings.max_num_batched_tokens * self.settings.release.overlapped_steps
+
+    def longest(self, blocks: int) -> int:
+        """Longest single sequence that `blocks` blocks hold, whatever length the model was made for; in whole blocks."""
+        layout = self.account.layout
+        if not layout.is_hybrid and layout.groups[0].window is None:
+            return blocks * self.settings.block_size
+        return layout.longest(blocks, self.in_flight_tokens, self.model.max_position_embeddings)
+
+    def check_free_memory(self) -> None:
+        """Refuse, as the engine does, a budget above what other processes leave free.
+
+        Raises:
+            ConfigError: with the numbers and the utilisation that would start.
+        """
+        others = self.settings.other_processes_bytes
+        free = free_at_start_bytes(self.gpu, self.settings)
+        if not others or self.account.budget_bytes <= free or self.settings.release.engine != "vllm":
+            return
+        share = max(0, free) * 100 // self.gpu.total_bytes / 100
+        raise ConfigError(
+            f"free memory on {self.gpu.name} at start ({max(0, free) / GIB:.2f}/{self.gpu.total_gib:.2f} GiB) is less than "
+            f"gpu_memory_utilization {self.settings.gpu_memory_utilization:g} asks for ({self.account.budget_bytes / GIB:.2f} GiB): "
+            f"other processes hold {others / GIB:.2f} GiB; use --gpu-memory-utilization {share:g} or less"
+        )
+
     def blocks(self, override: int | None, length: int, warnings: list[str]) -> int:
         """Blocks of the pool: what the budget leaves, or `override`, with a warning where the device has less.
 
@@ -47,9 +85,9 @@ class Fit:
         if override is not None:
             # Ordering more than there is is a fair question to a simulator (what would an unlimited cache hit?), so it is
             # answered, and said.
-            if account.used_bytes + override * account.block_bytes > total:
+            if account.used_bytes + override * account.layout.block_bytes > total:
                 warnings.append(
-                    f"num_gpu_blocks_override {override} needs {override * account.block_bytes / GIB:.2f} GiB for KV "
+                    f"num_gpu_blocks_override {override} needs {override * account.layout.block_bytes / GIB:.2f} GiB for KV "
                     f"beside {spoken_for}, more than {has}: a what-if that no such GPU can run "
                     f"({max(0, account.num_blocks)} blocks fit the budget)"
                 )
@@ -65,7 +103,7 @@ class Fit:
             if account.used_bytes + ordered > total:
                 raise ConfigError(f"{order} and {spoken_for} are more than {has}")
             if account.num_blocks < 1:
-                raise ConfigError(f"{order} is less than one block of {account.block_bytes} bytes")
+                raise ConfigError(f"{order} is less than one block of {account.layout.block_bytes} bytes")
         if account.num_blocks < 1:
             raise ConfigError(
                 f"{self.model.name} on {self.gpu.name}: {account.summary} exceed "
@@ -82,13 +120,14 @@ class Fit:
             ConfigError: one sequence of the length asked for needs more than the pool.
         """
         length = asked or self.model.max_position_embeddings
-        fits = blocks * self.settings.block_size
+        fits = self.longest(blocks)
         if length <= fits:
             return length
-        needed = blocks_for_tokens(length, self.settings.block_size) * self.account.block_bytes / GIB
+        width = self.account.layout.block_bytes
+        needed = self.account.layout.request_blocks(length, self.in_flight_tokens) * width / GIB
         problem = (
             f"one request of {length} tokens needs {needed:.2f} GiB of KV cache, "
-            f"the pool has {blocks * self.account.block_bytes / GIB:.2f} GiB ({fits} tokens)"
+            f"the pool has {blocks * width / GIB:.2f} GiB ({fits} tokens)"
         )
         if overridden:
             # The override exists to study pressure: requests that can never fit are rejected when they arrive.
@@ -96,6 +135,8 @@ class Fit:
             return length
         if asked is not None:
             raise ConfigError(f"{problem}; use --max-model-len {fits} or less, or {self.advice(length)}")
+        if fits < 1:
+            raise ConfigError(f"{problem}: not even one token fits; {self.advice(_ADVISED_TOKENS)}")
         warnings.append(
             f"{problem}; max_model_len was lowered to {fits} "
             f"(vLLM itself would start only with --max-model-len {fits} or less, or -1)"
@@ -112,7 +153,7 @@ class Fit:
             except ConfigError:
                 continue
             account = poorest_rank(self.model, self.gpu, self.settings.with_tensor_parallel(size))
-            if account.num_blocks * self.settings.block_size >= tokens:
-                pool = account.num_blocks * account.block_bytes
+            if account.num_blocks >= account.layout.request_blocks(tokens, self.in_flight_tokens):
+                pool = account.num_blocks * account.layout.block_bytes
                 return f"use --tensor-parallel-size {size} (KV pool {pool / GIB:.1f} GiB a GPU then)"
         return "use a GPU with more memory or a quantised model"

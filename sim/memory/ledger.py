@@ -8,8 +8,15 @@ The identity it follows, line by line:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sim.catalog.gpus import GIB
+from sim.core.need import blocks_for
+
+from .ops import Op, Peak
+
+if TYPE_CHECKING:
+    from .kv_groups import KvLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,20 +24,38 @@ class LedgerLine:
     """One use of memory on one rank."""
 
     name: str
-    """`weights`, `non_torch`, `peak_activation`, `cuda_graphs`, `kv_pool`, `unused` or `outside_budget`."""
+    """`weights`, `non_torch`, `peak_activation`, `kv_pool`, ...: see `sim.memory.lines`."""
     bytes: int
-    """On one rank."""
+    """On one rank: what the engine or its allocator takes, after rounding."""
     formula: str
     """How the figure comes about, in words and symbols."""
     numbers: str
     """The same with its numbers."""
     inside_budget: bool
     """True for what `gpu_memory_utilization` budgets, False for what lies outside it."""
+    ops: tuple[Op, ...] = ()
+    """What the line adds up, where it has parts: their allocated bytes sum to `bytes`."""
 
     @property
     def gib(self) -> float:
         """The figure in GiB."""
         return self.bytes / GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What one pipeline stage's log lines say; the poorest stage's account is the ledger."""
+
+    pipeline_rank: int
+    """The stage, from 0, whose first rank prints most engines' log lines."""
+    weights_bytes: int
+    """On one of its ranks, drafts and adapters included."""
+    non_torch_bytes: int
+    """Libraries and communication."""
+    peak_activation_bytes: int
+    """Its peak; stages without the sampler show only the forward pass."""
+    num_blocks: int
+    """Blocks that it would have room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,41 +66,68 @@ class Ledger:
     """Name of the model."""
     gpu: str
     """Name of the GPU."""
+    engine: str
+    """Engine whose behaviour is followed, `vllm` or `sglang`."""
     engine_version: str
-    """vLLM release whose behaviour is followed."""
+    """Its release, as asked for."""
     tensor_parallel_size: int
     """Ranks a layer is split over."""
     pipeline_parallel_size: int
     """Stages the layers are split over."""
+    pipeline_rank: int
+    """The stage whose account this is: the poorest."""
     total_bytes: int
     """Physical memory of one GPU."""
     budget_bytes: int
-    """`gpu_memory_utilization` times the total."""
+    """What the engine gives itself: `gpu_memory_utilization` times the total."""
+    gpu_memory_utilization: float
+    """As asked for, or the release's default."""
     lines: tuple[LedgerLine, ...]
     """What the memory is spent on; together exactly `total_bytes` unless a warning says that it is overdrawn."""
+    phases: tuple[Peak, ...]
+    """Every candidate for the peak of temporary memory; the largest profiled one is the line `peak_activation`."""
+    stages: tuple[Stage, ...]
+    """Every pipeline stage in short, the first one first."""
+    layout: KvLayout
+    """How the pool is laid out over the layers."""
     num_gpu_blocks: int
     """Blocks of the KV pool, as the engine reports them (vLLM spends one of them on its null block)."""
     block_size: int
     """Tokens a block."""
+    block_bytes: int
+    """Bytes of one block on one rank."""
     kv_tokens: int
-    """`num_gpu_blocks * block_size`."""
+    """The engine's "KV cache size": `num_gpu_blocks * block_size`, or what a hybrid model's requests can share of it."""
     kv_bytes_per_token: int
-    """On one rank, all layers of its pipeline stage."""
+    """On one rank, over all layers of its stage (and a draft model's). Window layers stop growing at their window."""
     max_model_len: int
     """Longest sequence, in tokens: as asked for, or what fits."""
+    max_model_len_that_fits: int
+    """Longest single sequence the pool can hold, in tokens."""
     max_concurrency: float
     """Requests of `max_model_len` tokens that fit at once."""
     max_num_seqs: int
-    """As asked for, or the default for the GPU."""
+    """As asked for, or the default for the GPU and release."""
     max_num_batched_tokens: int
-    """As asked for, or the default for the GPU."""
+    """As asked for, or the default for the GPU and release."""
+    in_flight_tokens: int
+    """Tokens that may be scheduled and not yet done: what sliding windows keep beyond their window."""
     warnings: tuple[str, ...] = ()
     """What a reader must know before trusting a figure."""
 
     @property
-    def max_model_len_that_fits(self) -> int:
-        """Longest single sequence the pool can hold, in tokens."""
-        return self.kv_tokens
+    def equivalent_blocks(self) -> int:
+        """Blocks of a pool with one block table a request that holds as many longest requests: what a simulator of one group takes.
+
+        The same as `num_gpu_blocks` for a model with one kind of layer.
+        """
+        if not self.layout.is_hybrid:
+            return self.num_gpu_blocks
+        return int(self.max_concurrency * blocks_for_tokens(self.max_model_len, self.block_size))
+
+    def request_blocks(self, tokens: int) -> int:
+        """Most blocks that one sequence of `tokens` tokens holds at once."""
+        return self.layout.request_blocks(tokens, self.in_flight_tokens)
 
     def line(self, name: str) -> LedgerLine:
         """The line called `name`.
@@ -88,7 +140,11 @@ class Ledger:
                 return line
         raise KeyError(f"no ledger line {name!r}; there are {', '.join(line.name for line in self.lines)}")
 
+    def has_line(self, name: str) -> bool:
+        """True when there is a line called `name`; lines that do not apply are left out."""
+        return any(line.name == name for line in self.lines)
+
 
 def blocks_for_tokens(tokens: int, block_size: int) -> int:
-    """Blocks that hold `tokens` tokens of one sequence: the one rule that sizing and admission share."""
-    return -(-tokens // block_size)
+    """Blocks that hold `tokens` tokens of one sequence: the core's own rule, that sizing and admission share."""
+    return blocks_for(tokens, block_size)

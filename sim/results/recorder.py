@@ -33,8 +33,10 @@ class Row:
     quarantined_blocks: int
     prefill_tokens: int
     decode_tokens: int
-    pure_decode_version: int | None
-    """Version of the decode set when nothing else was scheduled: equal versions of neighbours make one row."""
+    decode_version: int | None
+    """The engine's version when nothing but decodes was scheduled: equal versions of neighbours make one row."""
+    open: bool = True
+    """Whether a step of it is under way."""
 
 
 @dataclass(slots=True)
@@ -81,13 +83,13 @@ class Recorder:
         """A request was sent to this replica. It counts as waiting once a decision has left, or will leave, it in the queue."""
         self.num_events += 1
         self._count_in_system(core.num_unfinished, arrived.request.arrival_fs)
-        if self._row is not None and (self._row.waiting or not arrived.may_change_plan):
+        if self._row is not None and self._row.open and (self._row.waiting or not arrived.may_change_plan):
             self._row.waiting = max(self._row.waiting, core.num_waiting)
 
     def planned(self, plan: StepPlan, core: EngineCore) -> None:
         """A plan starts."""
         pool = core.pool
-        version = core.decode_version if plan.shape.decode_seqs and not plan.shape.prefill else None
+        version = core.version if plan.shape.decode_seqs and not plan.shape.prefill else None
         self._row = self._row if self._row and version is not None and self._continues(plan.start_fs, version) else None
         if self._row is None:
             self._row = Row(
@@ -103,9 +105,10 @@ class Recorder:
                 quarantined_blocks=pool.num_quarantined,
                 prefill_tokens=0,
                 decode_tokens=0,
-                pure_decode_version=version,
+                decode_version=version,
             )
             self.rows.append(self._row)
+        self._row.open = True
         self._row.waiting = max(self._row.waiting, core.num_waiting)
         self.num_events += len(plan.admitted) + len(plan.preempted)
         self.marks += [(plan.start_fs, "preempted", request_id) for request_id in plan.preempted]
@@ -114,6 +117,7 @@ class Recorder:
         """The steps of a plan, or those of them that were done, are over."""
         row = self._row
         assert row is not None  # `planned` opened it
+        row.open = False
         row.end_fs = plan.start_fs + result.durations.total_fs
         row.steps += result.steps
         row.used_blocks_end = committed.usage[-1][1]
@@ -151,7 +155,7 @@ class Recorder:
 
     def _continues(self, start_fs: int, version: int) -> bool:
         last = self.rows[-1]
-        return last.pure_decode_version == version and last.end_fs == start_fs
+        return last.decode_version == version and last.end_fs == start_fs
 
     def _count_in_system(self, now_in_system: int, now_fs: int) -> None:
         self._in_system_fs += self._in_system * (now_fs - self._in_system_since_fs)

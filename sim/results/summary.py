@@ -66,7 +66,7 @@ def summarize(
         "input_tokens": sum(request.spec.input_tokens for request in requests),
         "output_tokens": output_tokens,
         "request_throughput_per_s": _per(len(finished), duration_s),
-        "output_throughput_tokens_per_s": _per(output_tokens, duration_s),
+        "output_throughput_tokens_per_s": _per(sum(request.num_output_tokens for request in finished), duration_s),
         "ttft_s": metrics.statistics([value for request in finished if (value := metrics.ttft_s(request)) is not None]),
         "tpot_s": metrics.statistics([value for request in finished if (value := metrics.tpot_s(request)) is not None]),
         "itl_s": metrics.statistics(

@@ -53,8 +53,22 @@ class Replica:
         self._check = check
         self._on_end = on_end
         self._sleeping = False
+        self._under_way: tuple[StepPlan, StepResult] | None = None
         self._idle: simpy.Event | None = None
         self._process = env.process(self.serve())
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests in the system."""
+        return self.core.num_unfinished
+
+    @property
+    def num_owned_blocks(self) -> int:
+        """KV blocks in use in the step in progress, however long the stretch it belongs to."""
+        if self._under_way is None:
+            return self.core.pool.num_owned
+        plan, result = self._under_way
+        return self.core.owned_blocks_in(result.durations.started_by(self._now_fs - plan.start_fs) - 1)
 
     @property
     def _now_fs(self) -> int:
@@ -92,13 +106,13 @@ class Replica:
     def _sleep_through(self, plan: StepPlan, result: StepResult) -> Generator[simpy.Event, Any, StepResult]:
         """Let the steps of a plan pass; returns the result of those that did."""
         env = self._env
-        self._sleeping = True
+        self._sleeping, self._under_way = True, (plan, result)
         try:
             yield Late(env, result.durations.total_fs)
         except simpy.Interrupt:
             result = result.cut(result.durations.started_by(self._now_fs - plan.start_fs))
             yield Late(env, plan.start_fs + result.durations.total_fs - self._now_fs)
-        self._sleeping = False
+        self._sleeping, self._under_way = False, None
         return result
 
     def _after_event(self, *, nudge: bool) -> None:

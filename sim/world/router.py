@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from sim.core.engine import EngineCore
 from sim.core.request import RequestSpec
 
-Router = Callable[[RequestSpec, Sequence[EngineCore]], int]
-"""Picks the index of a replica. It may look at the engines and must not touch them."""
+
+class Load(Protocol):
+    """What a router may know of a replica, as it is at this moment, in the middle of a stretch too."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests in the system."""
+        ...
+
+    @property
+    def num_owned_blocks(self) -> int:
+        """KV blocks in use."""
+        ...
+
+
+Router = Callable[[RequestSpec, Sequence[Load]], int]
+"""Picks the index of a replica."""
 
 
 class RoundRobin:
@@ -17,9 +32,9 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def __call__(self, spec: RequestSpec, engines: Sequence[EngineCore]) -> int:
+    def __call__(self, spec: RequestSpec, replicas: Sequence[Load]) -> int:
         """The next in turn."""
-        chosen = self._next % len(engines)
+        chosen = self._next % len(replicas)
         self._next += 1
         return chosen
 
@@ -27,17 +42,17 @@ class RoundRobin:
 class LeastRequests:
     """The replica with the fewest requests in the system; the first of equals."""
 
-    def __call__(self, spec: RequestSpec, engines: Sequence[EngineCore]) -> int:
+    def __call__(self, spec: RequestSpec, replicas: Sequence[Load]) -> int:
         """The least loaded."""
-        return min(range(len(engines)), key=lambda index: engines[index].num_unfinished)
+        return min(range(len(replicas)), key=lambda index: replicas[index].num_unfinished)
 
 
 class LeastKv:
     """The replica whose KV pool is used least; the first of equals."""
 
-    def __call__(self, spec: RequestSpec, engines: Sequence[EngineCore]) -> int:
+    def __call__(self, spec: RequestSpec, replicas: Sequence[Load]) -> int:
         """The emptiest pool."""
-        return min(range(len(engines)), key=lambda index: engines[index].pool.num_owned)
+        return min(range(len(replicas)), key=lambda index: replicas[index].num_owned_blocks)
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {

@@ -74,7 +74,7 @@ def run_world(
     route = ROUTERS[router]()
 
     def send(spec: RequestSpec) -> None:
-        server = servers[route(spec, engines)]
+        server = servers[route(spec, servers)]
         server.submit(spec)
         if spec.timeout_s is not None or spec.cancel_after_s is not None:
             env.process(patience(env, spec, server.abort))

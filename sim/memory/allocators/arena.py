@@ -8,7 +8,20 @@ from .base import DuplicateAllocationError, MemoryState, NoRoom, Placement, Unkn
 from .events import DEFAULT_POOL, PoolId
 
 
-class ArenaAllocator(ABC):
+class _NoDevice:
+    """The parts of the protocol that make no difference to memory taken from the device once."""
+
+    def advance(self, time_s: float) -> None:
+        """An arena keeps no record of time."""
+
+    def stream_done(self, stream: int) -> None:
+        """Nothing waits for a stream here."""
+
+    def empty_cache(self) -> None:
+        """An arena is held until the end."""
+
+
+class ArenaAllocator(_NoDevice, ABC):
     """An allocator of the bytes `[0, capacity_bytes)`. A subclass decides where things go; the books are kept here.
 
     It knows no streams: memory that a stream may still read is kept until `complete_free`, and `record_stream` is refused,
@@ -46,9 +59,6 @@ class ArenaAllocator(ABC):
         """The largest request that would fit now."""
 
     # -- the protocol ---------------------------------------------------------------------------------------------
-
-    def advance(self, time_s: float) -> None:
-        """An arena keeps no record of time."""
 
     def allocate(
         self, allocation_id: str, size_bytes: int, *, stream: int = 0, pool: PoolId = DEFAULT_POOL, tag: str = ""
@@ -95,12 +105,6 @@ class ArenaAllocator(ABC):
             f"{self.name} knows no streams: it cannot tell when stream {stream} is done with {allocation_id!r}; "
             "use free_requested and free_completed"
         )
-
-    def stream_done(self, stream: int) -> None:
-        """Nothing waits for a stream here."""
-
-    def empty_cache(self) -> None:
-        """An arena is held until the end."""
 
     def state(self) -> MemoryState:
         """The memory now; all of the arena counts as reserved."""

@@ -16,7 +16,9 @@ class UnknownAllocationError(RuntimeError):
     """Something was done to an allocation that is not alive: given back twice, or never made."""
 
     def __init__(self, allocation_id: str, what: str) -> None:
-        super().__init__(f"allocation {allocation_id!r} is not alive and cannot be {what}: it was never made, or was given back")
+        super().__init__(
+            f"allocation {allocation_id!r} is not alive and cannot be {what}: it was never made, or was given back"
+        )
         self.allocation_id = allocation_id
 
 

@@ -13,33 +13,26 @@ class Buddy(ArenaAllocator):
 
     A request is rounded up to such a block; the smallest free one that is large enough, at the lowest address, is halved
     until it fits. A capacity that is no power of two is cut into the largest aligned blocks from the left; what is left
-    over, less than `min_block_bytes`, is never used. Source: Knowlton (CACM 1965); Knuth, TAOCP vol. 1, §2.5.
+    over, less than `min_block_bytes`, is not part of the arena. Source: Knowlton (CACM 1965); Knuth, TAOCP vol. 1, §2.5.
     """
 
     name = "buddy"
 
     def __init__(self, capacity_bytes: int, *, min_block_bytes: int = 512) -> None:
-        super().__init__(capacity_bytes)
         if min_block_bytes < 1 or min_block_bytes & (min_block_bytes - 1):
             raise ValueError(f"the smallest block must be a power of two, not {min_block_bytes} bytes")
         if capacity_bytes < min_block_bytes:
             raise ValueError(f"{capacity_bytes} bytes do not hold one block of {min_block_bytes} bytes")
+        super().__init__(capacity_bytes // min_block_bytes * min_block_bytes)
         self.min_block_bytes = min_block_bytes
         self._free: dict[int, list[int]] = {}  # block size -> addresses of free blocks, ascending
-        self._roots: list[tuple[int, int]] = []  # (address, size) of blocks that have no twin inside the arena
         address = 0
-        size = 1 << (capacity_bytes.bit_length() - 1)
+        size = 1 << (self.capacity_bytes.bit_length() - 1)
         while size >= min_block_bytes:
-            if address + size <= capacity_bytes:
-                self._roots.append((address, size))
+            if address + size <= self.capacity_bytes:
                 self._free.setdefault(size, []).append(address)
                 address += size
             size >>= 1
-
-    @property
-    def usable_bytes(self) -> int:
-        """Bytes of the arena that blocks cover."""
-        return sum(size for _, size in self._roots)
 
     def free_blocks(self) -> list[tuple[int, int]]:
         """`(address, size in bytes)` of each free block, by address."""
@@ -61,8 +54,9 @@ class Buddy(ArenaAllocator):
 
     def _give_back(self, placement: Placement, allocation_id: str) -> None:
         address, size = placement.address, placement.size_bytes
-        while (address, size) not in self._roots:
-            # The arena's blocks are aligned to their size, so twins differ in exactly one bit of the address.
+        while True:
+            # Blocks are aligned to their size, so twins differ in exactly one bit of the address. The blocks the arena began
+            # with have no twin: no two of them have one size.
             twin = address ^ size
             addresses = self._free.get(size, [])
             index = bisect_left(addresses, twin)

@@ -60,6 +60,8 @@ class AllocationEvent:
     """Name of the allocation: unique among those alive at the same time."""
     size_bytes: int = 0
     """Bytes asked for (`alloc`, `attempt`) or holding something (`use`); 0 otherwise."""
+    used_bytes: int | None = None
+    """Of a new allocation (`alloc`), the bytes that hold something at once; None is all of them."""
     stream: int = 0
     """Stream that allocates (`alloc`), uses (`record_stream`) or has finished (`stream_done`)."""
     pool: PoolId = DEFAULT_POOL

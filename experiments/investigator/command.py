@@ -1,0 +1,42 @@
+"""`kvtwin diagnose`: what a failure left behind, diagnosed and printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.terminal import print_json
+
+from .investigate import diagnose
+
+
+def run_diagnose(
+    files: Sequence[str | Path],
+    *,
+    model: str | None = None,
+    gpu: str | None = None,
+    read_snapshot: Callable[[Path], Any] | None = None,
+    out: Path | None = None,
+    json: bool = False,
+    **settings: Any,
+) -> int:
+    """Diagnose `files` together and print the result; `out` also gets diagnosis.json. Returns the exit code, 0.
+
+    `read_snapshot` reads PyTorch memory snapshots; without it pickles are refused.
+
+    "Cannot tell from this" is an answer too. Raises DiagnoseError or ConfigError for bad input.
+    """
+    diagnosis = diagnose(files, model=model, gpu=gpu, read_snapshot=read_snapshot, **settings)
+    document = diagnosis.as_document()
+    if out is not None:
+        from sim.results.files import write_json
+
+        write_json(out / "diagnosis.json", document)
+    if json:
+        print_json(document)
+        return 0
+    from .render import print_diagnosis
+
+    print_diagnosis(diagnosis)
+    return 0

@@ -1,0 +1,121 @@
+"""A memory curve: what was allocated and reserved over time, beside what the engine was serving.
+
+Columns (units are part of the names; bytes, KiB, MiB or GiB): `time_s`, `allocated_bytes`, and where they were recorded
+`reserved_bytes`, `in_use_bytes` (the whole process), `total_bytes`, `active_sequences`, `tokens` (in the KV cache), `phase`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import DiagnoseError
+from .table_file import BYTE_UNITS, TIME_UNITS, Table
+
+Floats = npt.NDArray[np.float64]
+
+_STEMS = ("allocated", "reserved", "in_use", "total")
+_SEQUENCES = ("active_sequences", "running", "num_seqs", "active_seqs", "sequences")
+_TOKENS = ("tokens", "kv_tokens", "cached_tokens", "num_tokens")
+_LEAST_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Arrays `[rows]`, in the order of time. None for what was not recorded."""
+
+    name: str
+    time_s: Floats
+    allocated: Floats
+    """Bytes in live tensors."""
+    reserved: Floats | None = None
+    """Bytes the allocator holds."""
+    in_use: Floats | None = None
+    """Bytes of the whole process."""
+    total_bytes: float | None = None
+    """Physical memory, where recorded."""
+    sequences: Floats | None = None
+    """Active sequences."""
+    tokens: Floats | None = None
+    """Tokens in the KV cache."""
+    phases: tuple[str, ...] = ()
+    """One a row; empty when not recorded."""
+
+    @property
+    def load(self) -> Floats | None:
+        """What memory should follow: tokens, else active sequences."""
+        return self.tokens if self.tokens is not None else self.sequences
+
+    @property
+    def idle(self) -> npt.NDArray[np.bool_] | None:
+        """Rows at which nothing was served; None when the load was not recorded."""
+        served = self.sequences if self.sequences is not None else self.tokens
+        return None if served is None else np.equal(served, 0)
+
+
+def is_curve(table: Table) -> bool:
+    """True for a table that has a time and an allocated column, with or without their units."""
+    return any(name.startswith("time") for name in table.header) and any(
+        name.startswith("allocated") for name in table.header
+    )
+
+
+def read_curve(table: Table) -> Curve:
+    """The curve in `table`, sorted by time; rows without a figure for allocated memory are left out.
+
+    Raises:
+        DiagnoseError: a unit is missing, a cell is no number, memory is negative, or there are fewer than four rows.
+    """
+    time = table.quantity("time", TIME_UNITS)
+    found = {stem: table.quantity(stem, {k: float(v) for k, v in BYTE_UNITS.items()}) for stem in _STEMS}
+    allocated = found["allocated"]
+    if time is None or allocated is None:
+        raise DiagnoseError(
+            f"{table.name}: has no {'time' if time is None else 'allocated'} column; a memory curve needs time_s and allocated_bytes"
+        )
+    moments, bytes_ = np.asarray(time), np.asarray(allocated)
+    keep = np.isfinite(moments) & np.isfinite(bytes_)
+    if int(keep.sum()) < _LEAST_ROWS:
+        raise DiagnoseError(
+            f"{table.name}: {int(keep.sum())} rows with time and allocated memory; at least {_LEAST_ROWS} are needed"
+        )
+    if (bytes_[keep] < 0).any():
+        raise DiagnoseError(f"{table.name}: allocated memory is negative in line {int(np.argmax(bytes_ < 0)) + 2}")
+    order = np.argsort(moments[keep], kind="stable")
+
+    def column(values: Sequence[float] | None) -> Floats | None:
+        return None if values is None else _filled(np.asarray(values)[keep][order])
+
+    total = column(found["total"])
+    phases = table.text("phase") if table.has("phase") else []
+    chosen = np.flatnonzero(keep)[order]
+    return Curve(
+        name=table.name,
+        time_s=moments[keep][order],
+        allocated=bytes_[keep][order],
+        reserved=column(found["reserved"]),
+        in_use=column(found["in_use"]),
+        total_bytes=None if total is None else float(total.max()),
+        sequences=column(_counts(table, _SEQUENCES)),
+        tokens=column(_counts(table, _TOKENS)),
+        phases=tuple(phases[int(row)] for row in chosen) if phases else (),
+    )
+
+
+def _counts(table: Table, names: Sequence[str]) -> list[float] | None:
+    name = next((name for name in names if name in table.header), None)
+    return None if name is None else table.numbers(name)
+
+
+def _filled(values: Floats) -> Floats | None:
+    """Missing figures repeat the last one; None when there is none at all."""
+    if not np.isfinite(values).any():
+        return None
+    seen = np.where(np.isfinite(values), np.arange(len(values)), -1)
+    last = np.maximum.accumulate(seen)
+    last[last < 0] = int(np.flatnonzero(np.isfinite(values))[0])
+    filled: Floats = values[last]
+    return filled
