@@ -80,7 +80,9 @@ def ledger_command(
             help="Say whether '64 requests x 8192 tokens' fits, and what would have to change; exit code 1 when it does not.",
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the waterfall as one page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the waterfall as one page.")
+    ] = None,
     out: Out = None,
     json: Json = False,
 ) -> int:

@@ -12,6 +12,7 @@ from .scenario_tables import TABLE_OF_KEY, TABLES
 if TYPE_CHECKING:
     from sim.catalog.gpus import Gpu
     from sim.catalog.shape import ModelShape
+    from sim.core.config import EngineConfig
     from sim.memory import Ledger
 
     from .scenario import Scenario
@@ -70,9 +71,12 @@ class Resolved:
         plain = {name: {key: _json(value) for key, value in keys.items()} for name, keys in self.tables.items()}
         return {**plain, "slo": dict(slo)}
 
-    def what_was_run(self) -> dict[str, dict[str, Any]]:
-        """The same without the keys that say how the run is computed; leaping or stepping, a run is the same run (I13)."""
+    def what_was_run(self, config: EngineConfig) -> dict[str, dict[str, Any]]:
+        """The same with the settings as the policy's preset left them, and without the keys that say how the run is computed:
+        leaping or stepping, a run is the same run (I13).
+        """
         tables = self.as_dict()
+        tables["engine"] |= {key: getattr(config, key) for key in tables["engine"] if hasattr(config, key)}
         return {**tables, "run": {key: value for key, value in tables["run"].items() if key not in HOW_NOT_WHAT}}
 
 

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sim.core.policies import PRESETS
+
 from .scenario_errors import ScenarioError, bad_values, nearest, shown, unknown_name
 from .scenario_tables import (
     NAME_KEYS,
@@ -34,7 +36,7 @@ __all__ = ["Scenario", "ScenarioError"]
 
 EXECUTORS: tuple[str, ...] = ("model",)
 """What can carry out a step."""
-POLICIES: tuple[str, ...] = ("vllm-v1",)
+POLICIES: tuple[str, ...] = tuple(PRESETS)
 """Presets of the engine's decisions."""
 
 

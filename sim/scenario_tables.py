@@ -83,6 +83,20 @@ class PolicyTable(Table):
         0.0, ge=0, lt=1, description="share of the pool that admission leaves free for running requests to grow"
     )
     scheduler_reserve_full_isl: bool = Field(True, description="admit a request only if its whole prompt fits")
+    num_cpu_blocks: int = Field(
+        0,
+        ge=0,
+        description="KV blocks in CPU memory; above 0, preempted requests are saved there instead of recomputed",
+    )
+    admission: str | None = Field(
+        None, min_length=3, description="your own admission policy as module:Class, asked besides the preset's"
+    )
+    guard_priority: int = Field(
+        0, description="requests at least this important (this number or smaller) are never degraded"
+    )
+    ladder: list[dict[str, str | float]] | None = Field(
+        None, description="rungs of a degradation ladder, mildest first: action, signal, on, off, hold_s, value"
+    )
 
 
 class WorkloadTable(Table):
@@ -109,6 +123,15 @@ class WorkloadTable(Table):
     )
     output_tokens: _Length = Field(
         None, description="output length in tokens, or [smallest, largest], for the workload uniform"
+    )
+    arrival: str | None = Field(
+        None, min_length=1, description="arrival process: poisson, gamma, on-off, deterministic or batch"
+    )
+    priorities: dict[int, float] | None = Field(
+        None, description="share of requests by priority (smaller is more important), for example {0 = 0.2, 1 = 0.8}"
+    )
+    cancel_age_mean_s: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="mean age in seconds at which cancelling clients go away"
     )
     spread_ticks: bool = Field(
         True, description="spread requests that a coarse clock stamped with the same time over its tick"
@@ -147,6 +170,13 @@ NAME_KEYS = {"name": ("model", "gpu", "workload", "policy"), "preset": ("policy"
 
 KEYS_WITHOUT_FLAG = frozenset(
     {
+        "num_cpu_blocks",
+        "admission",
+        "guard_priority",
+        "ladder",
+        "arrival",
+        "priorities",
+        "cancel_age_mean_s",
         "kv_cache_memory_bytes",
         "enforce_eager",
         "speculative_model",

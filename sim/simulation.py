@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .policy_choice import choose_policy
 from .provenance import provenance
 from .resolve import Resolved, resolve
 from .scenario_errors import ScenarioError, nearest
@@ -54,8 +55,9 @@ def simulate(
 
     built = build_workload(resolved, replication)
     prices = cost or cost_model(resolved)
+    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
     record = run_world(
-        engine_config(resolved),
+        config,
         prices,
         built.requests,
         replicas=run["replicas"],
@@ -64,12 +66,13 @@ def simulate(
         stepping=run["stepping"],
         check=run["check"],
         decision_log=decision_log,
+        policy=policy,
     )
     requests, timeline = request_columns(record), timeline_columns(record)
     unsteady = steady_state_warnings(timeline, until_s=max(requests["arrival_s"]))
     summary = summarize(
         record,
-        scenario=resolved.what_was_run(),
+        scenario=resolved.what_was_run(config),
         seed=run["seed"],
         version=__version__,
         limits_s=resolved.slo.limits_s if resolved.slo else None,
@@ -111,6 +114,9 @@ def build_workload(resolved: Resolved, replication: int = 0) -> BuiltWorkload:
         input_tokens=_length(workload["input_tokens"]),
         output_tokens=_length(workload["output_tokens"]),
         spread_ticks=workload["spread_ticks"],
+        arrival=workload["arrival"],
+        priorities=workload["priorities"],
+        **({} if workload["cancel_age_mean_s"] is None else {"cancel_age_mean_s": workload["cancel_age_mean_s"]}),
     )
 
 
@@ -130,6 +136,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         scheduling_policy=policy["scheduling_policy"],
         reserve_full_prompt=policy["scheduler_reserve_full_isl"],
         sliding_window=_window(resolved.model),
+        num_cpu_blocks=policy["num_cpu_blocks"],
         watermark=policy["watermark"],
     )
 

@@ -36,7 +36,7 @@ LOADED = [*NAMED, "--workload", "uniform"]
         (["run", *LOADED, "--cancel-rate", "1.5"], ["--cancel-rate is 1.5", "at most 1"]),
         (["run", *LOADED, "--gpu-memory-utilization", "92"], ["--gpu-memory-utilization is 92", "at most 1"]),
         (["run", *LOADED, "--scheduling-policy", "lifo"], ["--scheduling-policy is 'lifo'", "fcfs, priority"]),
-        (["run", *LOADED, "--policy", "vllm-v0"], ["--policy is 'vllm-v0'", "vllm-v1"]),
+        (["run", *LOADED, "--policy", "vllm-v7"], ["--policy is 'vllm-v7'", "vllm-v1"]),
         (["run", *LOADED, "--profile", "mine.json"], ["profile is 'mine.json'", "roofline"]),
         (["run", *LOADED, "--executor", "torch"], ["--executor is 'torch'", "model"]),
         (["run", *LOADED, "--router", "luck"], ["luck", "round-robin"]),

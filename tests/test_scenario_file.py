@@ -115,7 +115,7 @@ def test_a_scenario_can_be_sent_to_another_process():
         ("[engine]\nblock_size = 0\nmax_num_seqs = -1", ["block_size is 0", "max_num_seqs is -1"]),
         ("engine = 3", ["[engine] is 3", "table"]),
         ('[policy]\nscheduling_policy = "lifo"', ["scheduling_policy is 'lifo'", "one of fcfs, priority"]),
-        ('[policy]\npolicy = "sglang"', ["[policy] policy is 'sglang'", "vllm-v1"]),
+        ('[policy]\npolicy = "sglong"', ["[policy] policy is 'sglong'", "sglang"]),
         ('[run]\nexecutor = "torch"', ["[run] executor is 'torch'", "model"]),
         ('[run]\ndevice = "cuda"', ["[run] device is 'cuda'", "leave it out"]),
         ('[workload]\ntrace = "a"\nworkload = "b"', ["[workload] trace (a)", "[workload] workload (b)", "both"]),

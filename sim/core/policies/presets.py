@@ -12,8 +12,10 @@ from typing import Any
 
 from ..admission import Admission, CanEverFit, Every, FreeBlocks
 from ..config import EngineConfig
+from ..ladder import STANDARD_LADDER
 from ..policy import Batching, Policy, scheduling_policy
-from ..preemption import fewest_generated, last_admitted
+from ..preemption import fewest_generated, last_admitted, worst_priority
+from ..waiting import priority_queue
 from .new_token_ratio import NewTokenRatio
 from .predicted_peak import PredictedPeak
 from .queues import BackOfTheQueue, arrival_queue
@@ -152,6 +154,16 @@ def predicted_peak(config: EngineConfig) -> Preset:
     )
 
 
+def ladder(config: EngineConfig) -> Preset:
+    """kvtwin's own: vLLM V1 with strict priorities and the standard degradation ladder. Requests less important than the guard
+    (priority 0) are held back before decodes run out of blocks, shortened when the queue grows old, and at last sent away with a
+    time to come back; the important ones never are.
+    """
+    return Preset(
+        policy=Policy(name="ladder", queue=priority_queue, victim=worst_priority, ladder=STANDARD_LADDER),
+    )
+
+
 PRESETS: dict[str, Callable[[EngineConfig], Preset]] = {
     "vllm-v1": vllm_v1,
     "vllm-v0": vllm_v0,
@@ -162,5 +174,6 @@ PRESETS: dict[str, Callable[[EngineConfig], Preset]] = {
     "orca": orca,
     "nano-vllm": nano_vllm,
     "predicted-peak": predicted_peak,
+    "ladder": ladder,
 }
 """Presets by name."""

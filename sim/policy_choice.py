@@ -1,0 +1,63 @@
+"""From the table `[policy]` to the policy object and the engine settings that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sim.core.admission import Admission, Every
+from sim.core.config import ConfigError, EngineConfig
+from sim.core.ladder import LadderConfig, Rung, check_ladder
+from sim.core.policies import PRESETS
+from sim.core.policy import Policy
+
+from .scenario_errors import ScenarioError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def choose_policy(table: Mapping[str, Any], config: EngineConfig) -> tuple[EngineConfig, Policy]:
+    """The engine settings and the policy that `[policy]` asks for.
+
+    Raises ScenarioError for a plug-in that cannot be loaded, ConfigError for a combination no engine could run with.
+    """
+    preset = PRESETS[table["policy"]](config)
+    config, policy = preset.configure(config), preset.policy
+    if config.num_cpu_blocks:
+        policy = replace(policy, swap=True)
+    if table["ladder"] is not None:
+        rungs = tuple(_rung(index, rung) for index, rung in enumerate(table["ladder"]))
+        policy = replace(policy, ladder=LadderConfig(rungs=rungs, guard_priority=table["guard_priority"]))
+    elif policy.ladder is not None:
+        policy = replace(policy, ladder=replace(policy.ladder, guard_priority=table["guard_priority"]))
+    if policy.ladder is not None:
+        check_ladder(policy.ladder, swap=policy.swap)
+    if table["admission"] is not None:
+        policy = replace(policy, admission=_with_plug_in(policy.admission, table["admission"]))
+    return config, policy
+
+
+def _rung(index: int, rung: Mapping[str, Any]) -> Rung:
+    known = ("action", "signal", "on", "off", "hold_s", "value")
+    for key in rung:
+        if key not in known:
+            raise ConfigError(f"rung {index} of the ladder has a key {key!r}; known are {', '.join(known)}")
+    for key in ("action", "on", "off"):
+        if key not in rung:
+            raise ConfigError(f"rung {index} of the ladder has no {key!r}; it needs action, on and off")
+    return Rung(**rung)
+
+
+def _with_plug_in(admission: Callable[[EngineConfig], Admission], name: str) -> Callable[[EngineConfig], Admission]:
+    """The preset's admission, and the user's own asked after it."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ScenarioError(f"[policy] admission is {name!r}; write module:Class, for example my_policies:OnlyShort")
+    try:
+        plug_in = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ScenarioError(f"[policy] admission {name!r} cannot be loaded: {error}") from None
+    return lambda config: Every([admission(config), plug_in()])
