@@ -55,7 +55,9 @@ def simulate(
 
     built = build_workload(resolved, replication)
     prices = cost or cost_model(resolved)
-    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
+    config, policy = choose_policy(
+        resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
+    )
     record = run_world(
         config,
         prices,

@@ -34,6 +34,8 @@ class Arrived:
     request: Request
     may_change_plan: bool
     """True when the engine's next decision may differ because of it, so that a stretch under way must be cut."""
+    may_start: bool
+    """True when the next decision may admit it; otherwise it is waiting from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +162,12 @@ class EngineCore:
         rejection = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
         if rejection is not None:
             self._reject(request, rejection, now_fs)
-            return Arrived(request, may_change_plan=True)  # the log must show it at the right step
+            return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
         became_head = self._scheduler.waiting.add(request)
-        somebody_looks = self.num_running < self.config.max_num_seqs or self._ladder is not None
-        return Arrived(request, may_change_plan=became_head and somebody_looks)
+        may_start = became_head and self.num_running < self.config.max_num_seqs
+        return Arrived(request, may_start or (became_head and self._ladder is not None), may_start)
 
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
@@ -259,7 +261,7 @@ class EngineCore:
             decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
         self._step += result.steps
         self._plan = self._draft = None
-        if not computed:
+        if result.oom is not None:
             scheduler.take_back(draft, now_fs)
             draft.shares = {}
         for request in self._leaving:
@@ -490,15 +492,12 @@ class EngineCore:
 
     def _leap(self, plan: StepPlan, result: StepResult) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
         """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
+        assert self._draft is not None
         scheduler, decode = self._scheduler, self._scheduler.decode
         block_size = self.config.block_size
         slots = scheduler.table_blocks * block_size
         usage, table_slots = [(0, self.pool.num_owned)], [slots]
         for ahead in range(1, result.steps):
-            if ahead == result.steps_computed:
-                if self._sink is not None:  # it was begun, and took nothing
-                    self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), {}, Decisions())
-                break
             grown: dict[int, list[int]] = {}
             if decode.num_needing_block(ahead):
                 grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
@@ -507,6 +506,8 @@ class EngineCore:
                 table_slots.append(slots)
             if self._sink is not None:
                 self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
+            if ahead == result.steps_computed:  # the step that ran out of memory: what it took is taken back
+                self._draft.decode_blocks = grown
         return tuple(usage), tuple(table_slots)
 
     def _share_done(self, draft: Draft, request: Request) -> None:

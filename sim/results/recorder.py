@@ -83,7 +83,7 @@ class Recorder:
         """A request was sent to this replica. It counts as waiting once a decision has left, or will leave, it in the queue."""
         self.num_events += 1
         self._count_in_system(core.num_unfinished, arrived.request.arrival_fs)
-        if self._row is not None and self._row.open and (self._row.waiting or not arrived.may_change_plan):
+        if self._row is not None and self._row.open and (self._row.waiting or not arrived.may_start):
             self._row.waiting = max(self._row.waiting, core.num_waiting)
 
     def planned(self, plan: StepPlan, core: EngineCore) -> None:
@@ -170,10 +170,12 @@ class Recorder:
             span_fs = end_fs - start_fs
             slots = committed.table_slots[index]
             written_fs = committed.written_tokens * span_fs + seqs * (end_moment_fs - start_moment_fs)
+            if 0 < committed.computed < next_step:  # the last step ran out of memory and wrote nothing
+                written_fs -= seqs * (durations.total_fs - durations.before_fs(committed.computed))
             integrals.time_by_used_blocks[used] = integrals.time_by_used_blocks.get(used, 0) + span_fs
             integrals.table_slots += slots * span_fs
             integrals.unfilled_slots += slots * span_fs - written_fs
-            unfilled = (slots - committed.written_tokens - seqs * step) / slots
+            unfilled = (slots - committed.written_tokens - seqs * min(step, max(committed.computed - 1, 0))) / slots
             integrals.worst_unfilled = max(integrals.worst_unfilled, unfilled)
             start_fs, start_moment_fs = end_fs, end_moment_fs
 
