@@ -27,8 +27,8 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
                 f"{request.request_id} has {len(request.table)} blocks for {tokens} tokens, which need {expected}"
             )
     table_blocks = sum(request.held_blocks for request in scheduler.running.values())
-    if scheduler.table_blocks != table_blocks:
-        raise IntegrityError(f"{table_blocks} table entries exist, {scheduler.table_blocks} are counted")
+    if scheduler.holdings.table_blocks != table_blocks:
+        raise IntegrityError(f"{table_blocks} table entries exist, {scheduler.holdings.table_blocks} are counted")
     computed = sum(decode.computed(request) - request.dropped_tokens for request in decode)
     if decode.computed_tokens != computed:
         raise IntegrityError(f"the decode set has {computed} tokens, {decode.computed_tokens} are counted")

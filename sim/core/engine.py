@@ -350,7 +350,7 @@ class EngineCore:
         assert self._draft is not None
         scheduler, decode = self._scheduler, self._scheduler.decode
         block_size = self.config.block_size
-        slots = scheduler.table_blocks * block_size
+        slots = scheduler.holdings.table_blocks * block_size
         usage, table_slots = [(0, self.pool.num_owned)], [slots]
         for ahead in range(1, result.steps):
             grown: dict[int, list[int]] = {}
@@ -413,7 +413,7 @@ class EngineCore:
     def _retire(self, request: Request, now_fs: int) -> None:
         """Take a request out of the running set and give its blocks back."""
         self._scheduler.retire(request)
-        released = self._scheduler.release(
+        released = self._scheduler.holdings.release(
             request, request.outcome.value if request.outcome else "finished", now_fs, reusable=False
         )
         self._decisions.released.append((request.request_id, released))
@@ -425,7 +425,7 @@ class EngineCore:
         self._decisions.rejected.append((request.request_id, rejection.reason))
 
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
-        self._scheduler.forget_private(request)
+        self._scheduler.holdings.forget_private(request)
         request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
         if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
             self._scheduler.backlog_tokens -= request.spec.input_tokens

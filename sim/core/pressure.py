@@ -5,6 +5,7 @@ from __future__ import annotations
 from .draft import Draft
 from .ladder import Ladder, LadderConfig, Rung, check_ladder
 from .plan import BatchShape, OomReport
+from .relief import cap_output, pause_running, truncate_context
 from .request import Request
 from .scheduler import Scheduler
 
@@ -57,7 +58,7 @@ class Pressure:
                 scheduler.pool.drop_cached()
         for rung in self._ladder.active:
             if rung.action in ("pause", "swap_out"):
-                scheduler.pause_running(rung.value, rung.action, relief, now_fs)
+                pause_running(scheduler, rung.value, rung.action, relief, now_fs)
             elif rung.action in ("cap_running", "truncate"):
                 self._lighten(rung, relief, now_fs)
         return changes, relief
@@ -105,6 +106,6 @@ class Pressure:
             if scheduler.knobs.spares(request.spec.priority):
                 continue
             if rung.action == "cap_running":
-                scheduler.cap_output(request, int(rung.value), rung.action)
-            elif blocks := scheduler.truncate_context(request, int(rung.value), now_fs):
+                cap_output(scheduler, request, int(rung.value), rung.action)
+            elif blocks := truncate_context(scheduler, request, int(rung.value), now_fs):
                 relief.released.append((request.request_id, blocks))
