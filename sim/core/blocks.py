@@ -88,11 +88,12 @@ class BlockPool:
             taken = list(range(first_unused, first_unused + unused))
         for _ in range(num_blocks - unused):
             block_id, _none = freed.popitem(last=False)
-            if block_id in registered:
-                index.drop(block_id)
-                self.num_cached -= 1
             ref_cnt[block_id] = 1
             taken.append(block_id)
+        if self.num_cached:
+            for block_id in filter(registered.__contains__, taken):
+                index.drop(block_id)
+                self.num_cached -= 1
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -175,7 +176,7 @@ class BlockPool:
         for block_id in block_ids:
             freed[block_id] = None
         registered = self.index.block_ids
-        self.num_cached += sum(1 for block_id in block_ids if block_id in registered)
+        self.num_cached += sum(map(registered.__contains__, block_ids))
 
     def _refuse_double_release(self, block_ids: Sequence[int], by: str) -> None:
         ref_cnt = self._ref_cnt

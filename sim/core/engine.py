@@ -352,7 +352,8 @@ class EngineCore:
         block_size = self.config.block_size
         slots = scheduler.holdings.table_blocks * block_size
         usage, table_slots = [(0, self.pool.num_owned)], [slots]
-        for ahead in range(1, result.steps):
+        steps, computed = result.steps, result.steps_computed
+        for ahead in range(1, steps):
             grown: dict[int, list[int]] = {}
             if decode.num_needing_block(ahead):
                 grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
@@ -361,7 +362,7 @@ class EngineCore:
                 table_slots.append(slots)
             if self._sink is not None:
                 self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
-            if ahead == result.steps_computed:  # the step that ran out of memory: what it took is taken back
+            if ahead == computed:  # the step that ran out of memory: what it took is taken back
                 self._draft.decode_blocks = grown
         return tuple(usage), tuple(table_slots)
 
