@@ -124,6 +124,7 @@ class WorkloadTable(Table):
     output_tokens: _Length = Field(
         None, description="output length in tokens, or [smallest, largest], for the workload uniform"
     )
+    n: int = Field(1, ge=1, description="samples of each prompt; all share its blocks and leave together")
     arrival: str | None = Field(
         None, min_length=1, description="arrival process: poisson, gamma, on-off, deterministic or batch"
     )
@@ -174,6 +175,7 @@ KEYS_WITHOUT_FLAG = frozenset(
         "admission",
         "guard_priority",
         "ladder",
+        "n",
         "arrival",
         "priorities",
         "cancel_age_mean_s",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
@@ -61,7 +62,7 @@ def simulate(
     record = run_world(
         config,
         prices,
-        built.requests,
+        [replace(spec, n=resolved["workload"]["n"]) for spec in built.requests],
         replicas=run["replicas"],
         router=run["router"],
         max_concurrency=resolved["workload"]["max_concurrency"],

@@ -12,7 +12,7 @@ from sim.core.engine import EngineCore, ProgressError
 from sim.core.log import DecisionSink
 from sim.core.plan import Executor
 from sim.core.policy import Policy
-from sim.core.request import Request, RequestSpec
+from sim.core.request import Request, RequestSpec, samples
 from sim.costs.protocol import CostModel
 from sim.results.recorder import Recorder, RunRecord
 
@@ -36,7 +36,7 @@ def run_world(
     executor: Callable[[EngineCore], Executor] | None = None,
     policy: Policy | None = None,
 ) -> RunRecord:
-    """Simulate `requests` (in order of arrival) on `replicas` equal engines until every one has ended.
+    """Simulate `requests` (in order of arrival; one with `n` samples is `n` requests) on `replicas` equal engines until every one has ended.
 
     `max_concurrency` makes the clients a closed loop. `stepping` turns leaps off; the result is the same. `check` verifies the
     engine's books after every event. `decision_log` gets every step's entry; with several replicas when the run is
@@ -51,6 +51,7 @@ def run_world(
         raise ConfigError(f"max_concurrency is {max_concurrency}; it must be at least 1")
     if router not in ROUTERS:
         raise ConfigError(f"router {router!r} is not known; known are {', '.join(ROUTERS)}")
+    requests = [sample for spec in requests for sample in samples(spec)]
     started = time.perf_counter()
     env = simpy.Environment(initial_time=0)  # integer femtoseconds, see sim.core.clock
     waiting_for: dict[str, simpy.Event] = {}
