@@ -28,6 +28,8 @@ def choose_policy(
     """
     preset = PRESETS[table["policy"]](config)
     config, policy = preset.configure(config), preset.policy
+    if table["eviction"] != "lru":
+        policy = replace(policy, eviction=table["eviction"])
     if config.num_cpu_blocks:
         policy = replace(policy, swap=True)
     if table["ladder"] is not None:

@@ -83,6 +83,7 @@ class PolicyTable(Table):
         0.0, ge=0, lt=1, description="share of the pool that admission leaves free for running requests to grow"
     )
     scheduler_reserve_full_isl: bool = Field(True, description="admit a request only if its whole prompt fits")
+    eviction: Literal["lru", "lfu", "priority"] = Field("lru", description="what the prefix cache forgets first")
     num_cpu_blocks: int = Field(
         0,
         ge=0,
@@ -171,6 +172,7 @@ NAME_KEYS = {"name": ("model", "gpu", "workload", "policy"), "preset": ("policy"
 
 KEYS_WITHOUT_FLAG = frozenset(
     {
+        "eviction",
         "num_cpu_blocks",
         "admission",
         "guard_priority",

@@ -68,10 +68,10 @@ class EngineCore:
         decision_sink: DecisionSink | None = None,
     ) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_gpu_blocks)
+        policy = scheduling_policy(config) if policy is None else policy
+        self.pool = BlockPool(config.num_gpu_blocks, eviction=policy.eviction)
         self.tables = BlockTables(self.pool, config.block_size, config.sliding_window)
         self._keys = KeyTable()
-        policy = scheduling_policy(config) if policy is None else policy
         self._admission = policy.admission(config)
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
         self._pressure = Pressure(self._scheduler, policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)

@@ -56,7 +56,7 @@ class Holdings:
             self._register_upto(request, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared))
         self.hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
-        return self.tables.release(request.table, f"{request.request_id} ({why})")
+        return self.tables.release(request.table, f"{request.request_id} ({why})", worth=-float(request.spec.priority))
 
     def find(self, request: Request) -> list[int]:
         """Blocks with the longest cached prefix of a waiting request.

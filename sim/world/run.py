@@ -36,7 +36,7 @@ def run_world(
     executor: Callable[[EngineCore], Executor] | None = None,
     policy: Policy | None = None,
 ) -> RunRecord:
-    """Simulate `requests` (in order of arrival; one with `n` samples is `n` requests) on `replicas` equal engines until every one has ended.
+    """Simulate `requests`, in order of arrival, on `replicas` equal engines until every one has ended. One with `n` samples is n.
 
     `max_concurrency` makes the clients a closed loop. `stepping` turns leaps off; the result is the same. `check` verifies the
     engine's books after every event. `decision_log` gets every step's entry; with several replicas when the run is
