@@ -371,7 +371,7 @@ class Scheduler:
                 return
             self.waiting.pop()
             request.degrade("shed")
-            ahead, rate = len(self.waiting), self.drain.requests_per_s(now_fs)
+            ahead, rate = len(self.waiting), self.drain.requests_per_s()
             retry_s = None if rate is None else (ahead + 1) / rate
             again = (
                 ""
