@@ -39,7 +39,7 @@ def test_the_survival_of_finished_outputs_by_hand() -> None:
 
 
 def test_the_survival_of_running_outputs_counts_them_as_far_as_they_have_come() -> None:
-    """As above, with two running at 3 and 7 tokens: 6 reach 2, of which 2 end; 3 reach 5 (one finished, one running, one imagined), 1 ends."""
+    """As above, with two running at 3 and 7 tokens: 6 reach 2, of which 2 end; 3 reach 5 (finished, running, imagined), 1 ends."""
     lengths = Survival([5, 2, 2], running=[3, 7])
     assert lengths.beyond(2) == pytest.approx(2 / 3)
     assert lengths.beyond(5) == pytest.approx(2 / 3 * 2 / 3)
@@ -78,9 +78,9 @@ def test_the_exact_probability_is_that_of_every_outcome(parts: list[tuple[float,
     assert exceeds(pool, parts) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("num", [9, 16, 40])
-def test_the_normal_approximation_is_close_where_it_is_used(num: int) -> None:
-    """For nine requests and more, at the probabilities that decide (1 to 10 %), it is within two points of the exact one."""
+@pytest.mark.parametrize(("num", "within"), [(9, 0.04), (16, 0.025), (40, 0.012)])
+def test_the_normal_approximation_is_close_where_it_is_used(num: int, within: float) -> None:
+    """For nine requests and more, at the probabilities that decide (1 to 10 %), it is a few points off at worst, and closer for more."""
     rng = random.Random(num)
     for _ in range(30):
         parts = [(rng.uniform(0.3, 0.95), rng.randint(10, 60)) for _ in range(num)]
@@ -88,7 +88,7 @@ def test_the_normal_approximation_is_close_where_it_is_used(num: int) -> None:
         variance = sum(q * (1 - q) * b * b for q, b in parts)
         for deviations in (1.3, 1.645, 2.0, 2.3):
             pool = int(expected + deviations * math.sqrt(variance))
-            assert normal_exceeds(pool, expected, variance) == pytest.approx(exceeds(pool, parts), abs=0.02)
+            assert normal_exceeds(pool, expected, variance) == pytest.approx(exceeds(pool, parts), abs=within)
 
 
 def test_without_uncertainty_the_answer_is_yes_or_no() -> None:
@@ -155,7 +155,7 @@ def served(preset: str, requests: list[RequestSpec]) -> dict[str, object]:
 
 
 def test_the_pool_is_exceeded_no_more_often_than_the_risk() -> None:
-    """Preemptions happen when demand exceeds the pool. At 5 % risk, at most one admission in twenty may lead to that; here it is far fewer."""
+    """Preemptions happen when demand exceeds the pool: at 5 % risk after at most one admission in twenty, and here far fewer."""
     summary = served("predicted-peak", rag(500, 3.0, seed=0))
     assert summary["num_preemptions"] <= 0.05 * 500
     assert served("vllm-v1", rag(500, 3.0, seed=0))["num_preemptions"] > 20
