@@ -399,10 +399,9 @@ class EngineCore:
                 scheduler.decode.join(request)
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
-        held_blocks = request.held_blocks
         self._retire(request, now_fs)
         spec = request.spec
-        self._scheduler.drain.ended(now_fs, spec, held_blocks, request.num_output_tokens)
+        self._scheduler.drain.ended(now_fs, spec, request.num_output_tokens, others_wait=self.num_waiting > 0)
         capped = (
             request.num_output_tokens >= (spec.max_tokens or spec.output_tokens + 1)
             or request.num_tokens >= self.config.max_model_len

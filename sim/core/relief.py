@@ -33,7 +33,7 @@ def shed(scheduler: Scheduler, draft: Draft, now_fs: int) -> None:
             return
         scheduler.waiting.pop()
         request.degrade("shed")
-        ahead, rate = len(scheduler.waiting), scheduler.drain.requests_per_s(now_fs)
+        ahead, rate = len(scheduler.waiting), scheduler.drain.requests_per_s()
         retry_s = None if rate is None else (ahead + 1) / rate
         again = (
             ""

@@ -35,7 +35,8 @@ class Scheduler:
         self._tables = tables
         self._admission = admission
         self._policy = policy
-        self._next_order = 0
+        self.num_admissions = 0
+        """Admissions so far; the next one gets this as its order."""
         self.swapped: deque[Request] = deque()
         """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
         self.cpu_pool = BlockPool(config.num_cpu_blocks)
@@ -352,8 +353,8 @@ class Scheduler:
         return True
 
     def _run(self, request: Request, now_fs: int) -> None:
-        request.order = self._next_order
-        self._next_order += 1
+        request.order = self.num_admissions
+        self.num_admissions += 1
         self._running_changes += 1
         request.state = State.RUNNING
         self.running[request.order] = self.catching_up[request.order] = request
