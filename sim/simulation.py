@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
     from sim.core.config import EngineConfig
     from sim.costs.protocol import CostModel
+    from sim.memory.device import Device
     from sim.results.result import Result
     from sim.workload import BuiltWorkload
 
@@ -56,6 +57,7 @@ def simulate(
     built = build_workload(resolved, replication)
     prices = cost or cost_model(resolved)
     config, policy = choose_policy(resolved["policy"], engine_config(resolved))
+    memory = device(resolved)
     record = run_world(
         config,
         prices,
@@ -67,6 +69,8 @@ def simulate(
         check=run["check"],
         decision_log=decision_log,
         policy=policy,
+        device=memory,
+        memory_limit=has_memory_limit(resolved, memory),
     )
     requests, timeline = request_columns(record), timeline_columns(record)
     unsteady = steady_state_warnings(timeline, until_s=max(requests["arrival_s"]))
@@ -139,6 +143,20 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         num_cpu_blocks=policy["num_cpu_blocks"],
         watermark=policy["watermark"],
     )
+
+
+def device(resolved: Resolved) -> Device:
+    """The memory of one GPU, with the faults that the scenario injects. Raises ConfigError for a fault that makes no sense."""
+    from sim.memory.device import Device
+    from sim.memory.faults import read_faults
+
+    return Device(resolved.model, resolved.gpu, resolved.ledger, read_faults(resolved["run"]["faults"]))
+
+
+def has_memory_limit(resolved: Resolved, memory: Device) -> bool:
+    """Whether steps may run out of memory. A pool of more blocks than the GPU has is a what-if, unless the scenario insists."""
+    asked = resolved["run"]["memory_limit"]
+    return memory.workspace_bytes > 0 if asked is None else bool(asked)
 
 
 def cost_model(resolved: Resolved) -> CostModel:

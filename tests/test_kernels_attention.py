@@ -58,9 +58,7 @@ def test_decode_attention_is_its_twin_s_for_any_shape_and_ragged_lengths(interpr
 @settings(max_examples=25)
 @given(
     shape=shapes,
-    chunks=st.lists(
-        st.tuples(st.sampled_from([0, 1, 17, 70]), st.sampled_from([0, 1, 5, 33])), min_size=0, max_size=3
-    ),
+    chunks=st.lists(st.tuples(st.sampled_from([0, 1, 17, 70]), st.sampled_from([0, 1, 5, 33])), min_size=0, max_size=3),
 )
 def test_prefill_attention_is_its_twin_s_for_any_chunk_on_any_cached_prefix(interpreter, shape, chunks):
     lengths, new = [before + now for before, now in chunks], [now for _, now in chunks]

@@ -53,7 +53,9 @@ def test_store_writes_each_vector_into_its_slot_and_nothing_else(
     generator = torch.Generator().manual_seed(seed)
     shape = Shape(num_kv_heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype, scaling=scaling)
     cache, twin = empty_cache(shape, 3), empty_cache(shape, 3)
-    fused = torch.randn(num_tokens, 3, heads, head_dim, generator=generator).to(dtype) * 10  # strided, as from one projection
+    fused = (
+        torch.randn(num_tokens, 3, heads, head_dim, generator=generator).to(dtype) * 10
+    )  # strided, as from one projection
     fused[:1] *= 100  # beyond what fp8 holds
     slots = torch.randperm(4 * block_size, generator=generator)[:num_tokens]  # those of block 0 are padding
     _, (_, _, stored, _) = interpreter.call(STORE, fused[:, 1], fused[:, 2], cache, slots)
@@ -91,7 +93,10 @@ def test_store_refuses_what_does_not_fit_and_names_the_argument():
         ((new[:2], new, cache, slots), r"key must have the shape \[3, 2, 64\], not \[2, 2, 64\]"),
         ((new, new.double(), cache, slots), "value must be bfloat16 or float16 or float32, not float64"),
         ((new, new, cache, slots.int()), "slot_mapping must be int64, not int32"),
-        ((new, new.transpose(1, 2).contiguous().transpose(1, 2), cache, slots), "last dimension of value must be dense"),
+        (
+            (new, new.transpose(1, 2).contiguous().transpose(1, 2), cache, slots),
+            "last dimension of value must be dense",
+        ),
     ):
         with pytest.raises(ArgumentError, match=message):
             store_kv_twin(*arguments)
@@ -105,7 +110,9 @@ def filled_pool(order, kv_cache_dtype, num_blocks=6):
         num_layers=3, num_kv_heads=2, head_dim=32, block_size=8, kv_cache_dtype=kv_cache_dtype, order=order
     )
     pool = PagedKVPool(layout, num_blocks)
-    pool.arena.copy_(torch.randint(0, 256, pool.arena.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)))
+    pool.arena.copy_(
+        torch.randint(0, 256, pool.arena.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    )
     return pool
 
 
@@ -129,7 +136,10 @@ def test_a_gather_and_a_scatter_bring_every_byte_back(interpreter, order, kv_cac
 @given(st.permutations(range(1, 7)), st.integers(0, 3), st.sampled_from(["layer", "block"]))
 def test_copies_within_the_pool_change_their_targets_only(interpreter, blocks, count, order):
     pool, twin = filled_pool(order, "bfloat16"), filled_pool(order, "bfloat16")
-    sources, targets = torch.tensor(blocks[:count], dtype=torch.int64), torch.tensor(blocks[3 : 3 + count], dtype=torch.int64)
+    sources, targets = (
+        torch.tensor(blocks[:count], dtype=torch.int64),
+        torch.tensor(blocks[3 : 3 + count], dtype=torch.int64),
+    )
     _, (rows, _, _, _) = interpreter.call(MOVE, pool.rows, pool.rows, sources, targets)
     move_blocks_twin(twin.rows, twin.rows, sources, targets)
     assert torch.equal(rows.words, twin.rows.words)

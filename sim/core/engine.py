@@ -48,7 +48,7 @@ class Committed:
     table_slots: tuple[int, ...]
     """For each entry of `usage`: token slots in all block tables, a shared block counted for each holder."""
     written_tokens: int
-    """Tokens in those tables once step 0 is computed; every further step adds one a decoding sequence."""
+    """Tokens in those tables once step 0 is computed; every further step that is computed adds one a decoding sequence."""
     first_gap_fs: int | None
     """Time from the end of the decode set's latest step before this plan to the end of its first step in it; None when
     the set did not compute. The gaps of the later steps are their durations."""
@@ -245,7 +245,7 @@ class EngineCore:
             raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
         computed = result.steps_computed
-        usage, table_slots = self._leap(plan, result)
+        usage, table_slots, begun = self._leap(plan, result)
         members = len(decode) if draft.decode and computed else 0
         written = decode.computed_tokens + members
         for order, request in scheduler.catching_up.items():
@@ -262,6 +262,8 @@ class EngineCore:
         if not computed:
             scheduler.take_back(draft, now_fs)
             draft.shares = {}
+        elif result.oom is not None:
+            scheduler.take_back(Draft(budget=0, decode_blocks=begun), now_fs)
         for request in self._leaving:
             self._share_done(draft, request)
             got_token = request.decoding and members > 0 and result.oom is None
@@ -488,18 +490,20 @@ class EngineCore:
 
     # -- parts of a commit ------------------------------------------------------------------------------------------
 
-    def _leap(self, plan: StepPlan, result: StepResult) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
+    def _leap(
+        self, plan: StepPlan, result: StepResult
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], dict[int, list[int]]]:
+        """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them.
+
+        Returns owned blocks and table slots (see `Committed`), and what the last step took, by admission order.
+        """
         scheduler, decode = self._scheduler, self._scheduler.decode
         block_size = self.config.block_size
         slots = scheduler.table_blocks * block_size
         usage, table_slots = [(0, self.pool.num_owned)], [slots]
+        grown: dict[int, list[int]] = {}
         for ahead in range(1, result.steps):
-            if ahead == result.steps_computed:
-                if self._sink is not None:  # it was begun, and took nothing
-                    self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), {}, Decisions())
-                break
-            grown: dict[int, list[int]] = {}
+            grown = {}
             if decode.num_needing_block(ahead):
                 grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
                 slots += len(grown) * block_size
@@ -507,7 +511,7 @@ class EngineCore:
                 table_slots.append(slots)
             if self._sink is not None:
                 self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
-        return tuple(usage), tuple(table_slots)
+        return tuple(usage), tuple(table_slots), grown
 
     def _share_done(self, draft: Draft, request: Request) -> None:
         """The step of a request whose client left was computed all the same: its blocks hold what they were meant to."""
