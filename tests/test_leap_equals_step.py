@@ -28,6 +28,7 @@ from sim.memory import build_ledger
 from sim.memory.device import Device
 from sim.memory.faults import Fault, Faults
 from sim.memory.step_memory import StepMemory
+from sim.results.bill import bill_of
 from sim.results.recorder import RunRecord
 from sim.results.summary import mark_columns, request_columns, summarize, timeline_columns
 from sim.world import run_world
@@ -99,6 +100,11 @@ def everything(scenario: Scenario, *, stepping: bool, **hooks: object) -> dict[s
     """All that a run leaves behind, without what a clock on the wall says."""
     log: list[str] = []
     record = scenario.run(stepping=stepping, decision_log=lambda entry: log.append(json.dumps(entry)), **hooks)
+    bills = [bill_of(request, record.config.block_size) for request in record.requests]
+    used = [recorder.integrals for recorder in record.recorders]
+    assert sum(bill.owed_fs for bill in bills) == sum(integrals.block_fs for integrals in used)
+    assert sum(bill.held_fs for bill in bills) * record.config.block_size == sum(whole.table_slots for whole in used)
+    assert sum(bill.unfilled_slot_fs for bill in bills) == sum(integrals.unfilled_slots for integrals in used)
     summary = summarize(record, scenario={}, seed=0, version="", limits_s={"ttft": 0.1, "tpot": 0.02})
     del summary["core_time_s"], summary["wall_time_s"]
     return {
@@ -108,6 +114,7 @@ def everything(scenario: Scenario, *, stepping: bool, **hooks: object) -> dict[s
         "timeline": timeline_columns(record),
         "marks": mark_columns(record),
         "memory": [row.memory for recorder in record.recorders for row in recorder.rows],
+        "bills": bills,
         "ooms": [recorder.memory.ooms for recorder in record.recorders if recorder.memory],
     }
 

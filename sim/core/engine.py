@@ -248,10 +248,14 @@ class EngineCore:
         usage, table_slots, begun = self._leap(plan, result)
         members = len(decode) if draft.decode and computed else 0
         written = decode.computed_tokens + members
+        total_fs = result.durations.total_fs
         for order, request in scheduler.catching_up.items():
             share = draft.shares.get(order)
-            written += request.num_computed_tokens + (share.num_tokens if share and computed else 0)
-            written -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
+            tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
+            tokens -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
+            request.token_fs += tokens * total_fs
+            written += tokens
+        decode.passed(result.durations, computed if members else 0, result.oom is not None)
         first_gap_fs = None
         if members:
             first_end_fs = plan.start_fs + result.durations.before_fs(1)

@@ -22,6 +22,7 @@ from .need import admission_blocks, blocks_for, new_blocks_for_whole, skipped_bl
 from .policy import Batching, Policy
 from .preemption import worst_priority
 from .request import Request, State
+from .sharing import SharingMeter
 from .tables import BlockTables
 from .view import EngineView
 
@@ -56,6 +57,7 @@ class Scheduler:
         """Prompt tokens of all requests that have not got their first token."""
         self.table_blocks = 0
         """Entries in all block tables; a shared block counts once a holder."""
+        self._sharing = SharingMeter(self.pool, self.running.values)
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
         """Prompt tokens looked up, and found, at first admissions; what a request finds of its own after a preemption does not count."""
@@ -228,7 +230,9 @@ class Scheduler:
         if allocation is None:
             return None
         self._hold(request, len(allocation.new_blocks), now_fs)
-        draft.copies += allocation.copies
+        if allocation.copies:
+            draft.copies += allocation.copies
+            self._sharing.leave_some(request, [source for source, _ in allocation.copies], now_fs)
         self._take(request, num_tokens, draft)
         if request.decoding:
             draft.decode_blocks[request.order] = allocation.new_blocks
@@ -357,6 +361,8 @@ class Scheduler:
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
         self._hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
+        if hits:
+            self._sharing.join(request, hits, now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
         draft.shares[request.order] = Share(request, num_tokens, hit_tokens, [*hits, *allocation.new_blocks])
@@ -415,6 +421,7 @@ class Scheduler:
         middle = [block_id for block_id in request.table.blocks[1:keep_from] if block_id != NO_BLOCK]
         if not middle:
             return []
+        self._sharing.leave_some(request, middle, now_fs)
         self.pool.release(middle, f"{request.request_id} (truncated)")
         request.table.blocks[1:keep_from] = [NO_BLOCK] * (keep_from - 1)
         self._hold(request, -len(middle), now_fs)
@@ -504,6 +511,7 @@ class Scheduler:
         )  # registered for a step that will not be computed
         if self._reuses(request) and not request.dropped_tokens:
             self._register_upto(request, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared))
+        self._sharing.leave(request, now_fs)
         self._hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
         return self._tables.release(request.table, f"{request.request_id} ({why})")
@@ -551,6 +559,7 @@ class Scheduler:
 
     def _shorten(self, request: Request, tokens: int, now_fs: int) -> None:
         dropped = self._tables.truncate(request.table, tokens, f"{request.request_id} (step ran out of memory)")
+        self._sharing.leave_some(request, dropped, now_fs)
         self._hold(request, -sum(1 for block_id in dropped if block_id != NO_BLOCK), now_fs)
 
     def retire(self, request: Request) -> None:
@@ -563,6 +572,7 @@ class Scheduler:
         """Give back the blocks that left the attention window."""
         slid = self._tables.slide(request.table, computed_tokens)
         if slid:
+            self._sharing.leave_some(request, slid, now_fs)
             self._hold(request, -len(slid), now_fs)
             draft.released.append((request.request_id, slid))
 
