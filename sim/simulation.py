@@ -47,7 +47,17 @@ def simulate(
 
     Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
     """
-    from sim.results import Result, mark_columns, request_columns, summarize, timeline_columns
+    from sim.results import (
+        Result,
+        bill_columns,
+        mark_columns,
+        memory_columns,
+        oom_log,
+        oom_snapshot,
+        request_columns,
+        summarize,
+        timeline_columns,
+    )
     from sim.world.run import run_world
 
     started_s = time.perf_counter()
@@ -89,6 +99,10 @@ def simulate(
         request_columns=requests,
         timeline_columns=timeline,
         mark_columns=mark_columns(record),
+        memory_columns=memory_columns(record),
+        bill_columns=bill_columns(record.requests, config.block_size, memory.block_bytes(config.num_gpu_blocks)),
+        oom_log=oom_log(record, _arguments(resolved, config)),
+        oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
         provenance=provenance(resolved, profile=prices.name, replication=replication),
         scenario=resolved.as_dict(),
@@ -151,6 +165,21 @@ def device(resolved: Resolved) -> Device:
     from sim.memory.faults import read_faults
 
     return Device(resolved.model, resolved.gpu, resolved.ledger, read_faults(resolved["run"]["faults"]))
+
+
+def _arguments(resolved: Resolved, config: EngineConfig) -> dict[str, Any]:
+    """What an engine prints of its settings when it starts."""
+    engine = resolved["engine"]
+    return {
+        "model": resolved.model.name,
+        "gpu": resolved.gpu.name,
+        **{key: engine[key] for key in ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_dtype")},
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+        "num_gpu_blocks": config.num_gpu_blocks,
+    }
 
 
 def has_memory_limit(resolved: Resolved, memory: Device) -> bool:

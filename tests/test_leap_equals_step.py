@@ -564,7 +564,8 @@ def devices(draw: st.DrawFn) -> Device:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.builds(Scenario, configs(cpu_blocks=(0, 100, 20)), smooth_costs, request_lists(), policy=st.none() | policies), devices()
+    st.builds(Scenario, configs(cpu_blocks=(0, 100, 20)), smooth_costs, request_lists(), policy=st.none() | policies),
+    devices(),
 )
 def test_running_out_of_memory_is_the_same_whether_the_engine_leaps_or_steps(
     scenario: Scenario, device: Device

@@ -65,6 +65,10 @@ class Device:
         """What the account leaves for steps: the budgeted peak, what nobody claimed inside and outside the budget, ends of segments."""
         self._tensors = self.total_bytes - self._kv_pool - self._non_torch - self._others - self.workspace_bytes
 
+    def block_bytes(self, num_blocks: int) -> int:
+        """Bytes of one block of a pool of `num_blocks`, which may be fewer and larger than a hybrid model's own."""
+        return self._kv_pool // num_blocks
+
     def left_bytes(self, time_fs: int) -> int:
         """Bytes for the temporary tensors of a step that starts at a time."""
         return self.workspace_bytes - self.faults.taken_bytes(time_fs)

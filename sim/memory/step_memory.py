@@ -168,7 +168,7 @@ def _demands(model: ModelShape, gpu: Gpu, settings: Settings, *, samples: bool) 
 
     found = []
     for index in range(len(forward(1, 1))):
-        demand = _affine("prefill", lambda tokens, rows, index=index: _common_first(forward(tokens, rows)[index].ops))
+        demand = _affine("prefill", lambda tokens, rows, at=index: _common_first(forward(tokens, rows)[at].ops))
         found.append(replace(demand, is_attention=index < len(model.attention)))
     if not samples:
         return tuple(found)

@@ -80,9 +80,7 @@ def bill_columns(requests: Sequence[Request], block_size: int, block_bytes: int)
         "shared_block_seconds": [bill.shared_fs / FS_PER_S for bill in bills],
         "saved_block_seconds": [float(bill.saved_fs / FS_PER_S) for bill in bills],
         "wasted_block_seconds": [bill.unfilled_slot_fs / (block_size * FS_PER_S) for bill in bills],
-        "waste_share": [
-            bill.unfilled_slot_fs / (bill.held_fs * block_size) if bill.held_fs else 0.0 for bill in bills
-        ],
+        "waste_share": [bill.unfilled_slot_fs / (bill.held_fs * block_size) if bill.held_fs else 0.0 for bill in bills],
         "peak_blocks": [request.peak_blocks for request in requests],
         "peak_gib": [request.peak_blocks * gib for request in requests],
         "kv_block_fs": [str(bill.owed_fs) for bill in bills],
