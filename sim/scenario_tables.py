@@ -150,6 +150,13 @@ class RunTable(Table):
     router: str = Field("round-robin", min_length=1, description="how requests are spread over the replicas")
     stepping: bool = Field(False, description="simulate every step by itself, without leaps")
     check: bool = Field(False, description="verify every invariant after every event")
+    memory_limit: bool | None = Field(
+        None,
+        description="let steps fail that need more memory than the account leaves; default: unless the pool alone is more than the GPU",
+    )
+    faults: list[dict[str, str | float]] | None = Field(
+        None, description="injected memory faults: kind, at_s, until_s, gib, every_s"
+    )
 
 
 TABLES: dict[str, type[Table]] = {
@@ -196,6 +203,8 @@ KEYS_WITHOUT_FLAG = frozenset(
         "input_tokens",
         "output_tokens",
         "spread_ticks",
+        "memory_limit",
+        "faults",
     }
 )
 """Keys that only a scenario file, Python or pasted vLLM flags can set."""

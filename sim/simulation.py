@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
     from sim.core.config import EngineConfig
     from sim.costs.protocol import CostModel
+    from sim.memory.device import Device
     from sim.results.result import Result
     from sim.workload import BuiltWorkload
 
@@ -47,7 +48,17 @@ def simulate(
 
     Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
     """
-    from sim.results import Result, mark_columns, request_columns, summarize, timeline_columns
+    from sim.results import (
+        Result,
+        bill_columns,
+        mark_columns,
+        memory_columns,
+        oom_log,
+        oom_snapshot,
+        request_columns,
+        summarize,
+        timeline_columns,
+    )
     from sim.world.run import run_world
 
     started_s = time.perf_counter()
@@ -59,6 +70,7 @@ def simulate(
     config, policy = choose_policy(
         resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
     )
+    memory = device(resolved)
     record = run_world(
         config,
         prices,
@@ -70,6 +82,8 @@ def simulate(
         check=run["check"],
         decision_log=decision_log,
         policy=policy,
+        device=memory,
+        memory_limit=has_memory_limit(resolved, memory),
     )
     requests, timeline = request_columns(record), timeline_columns(record)
     unsteady = steady_state_warnings(timeline, until_s=max(requests["arrival_s"]))
@@ -88,6 +102,10 @@ def simulate(
         request_columns=requests,
         timeline_columns=timeline,
         mark_columns=mark_columns(record),
+        memory_columns=memory_columns(record),
+        bill_columns=bill_columns(record.requests, config.block_size, memory.block_bytes(config.num_gpu_blocks)),
+        oom_log=oom_log(record, _arguments(resolved, config)),
+        oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
         provenance=provenance(resolved, profile=prices.name, replication=replication),
         scenario=resolved.as_dict(),
@@ -142,6 +160,35 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         num_cpu_blocks=policy["num_cpu_blocks"],
         watermark=policy["watermark"],
     )
+
+
+def device(resolved: Resolved) -> Device:
+    """The memory of one GPU, with the faults that the scenario injects. Raises ConfigError for a fault that makes no sense."""
+    from sim.memory.device import Device
+    from sim.memory.faults import read_faults
+
+    return Device(resolved.model, resolved.gpu, resolved.ledger, read_faults(resolved["run"]["faults"]))
+
+
+def _arguments(resolved: Resolved, config: EngineConfig) -> dict[str, Any]:
+    """What an engine prints of its settings when it starts."""
+    engine = resolved["engine"]
+    return {
+        "model": resolved.model.name,
+        "gpu": resolved.gpu.name,
+        **{key: engine[key] for key in ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_dtype")},
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+        "num_gpu_blocks": config.num_gpu_blocks,
+    }
+
+
+def has_memory_limit(resolved: Resolved, memory: Device) -> bool:
+    """Whether steps may run out of memory. A pool of more blocks than the GPU has is a what-if, unless the scenario insists."""
+    asked = resolved["run"]["memory_limit"]
+    return memory.workspace_bytes > 0 if asked is None else bool(asked)
 
 
 def cost_model(resolved: Resolved) -> CostModel:

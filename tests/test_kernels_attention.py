@@ -46,7 +46,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     shape=shapes,
     lengths=st.lists(st.sampled_from([0, 1, 7, 16, 63, 64, 65, 130]), min_size=0, max_size=3),
@@ -57,7 +57,8 @@ def test_decode_attention_is_its_twin_s_for_any_shape_and_ragged_lengths(interpr
     check(interpreter, DECODE, decode_attention_twin, call)
 
 
-@settings(max_examples=25)
+@pytest.mark.slow
+@settings(max_examples=16)
 @given(
     shape=shapes,
     chunks=st.lists(st.tuples(st.sampled_from([0, 1, 17, 70]), st.sampled_from([0, 1, 5, 33])), min_size=0, max_size=3),

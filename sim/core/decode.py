@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
+from .plan import Durations
 from .request import Request
 
 
@@ -29,6 +30,10 @@ class DecodeSet:
         self._size = 0
         self._anchor_sum = 0
         self._dropped_sum = 0
+        self.busy_fs = 0
+        """Duration of all steps so far."""
+        self.clock_fs = 0
+        """Integral over them of the clock that each step ended with: a member that stays gains `anchor + clock` token-time."""
         self.version = 0
         """Changes whenever the members change."""
 
@@ -63,6 +68,7 @@ class DecodeSet:
         request.anchor = request.num_computed_tokens - self.clock
         request.finish_clock = self.clock + request.target_tokens - request.num_tokens
         request.decoding = True
+        request.settled_fs, request.settled_clock_fs = self.busy_fs, self.clock_fs
         self._fresh[request.order] = request
         self.version += 1
         self._by_residue[-request.anchor % self.block_size][request.order] = request
@@ -73,6 +79,7 @@ class DecodeSet:
 
     def leave(self, request: Request) -> None:
         """Remove a member and store its token counts."""
+        self._settle(request)
         request.num_computed_tokens = self.computed(request)
         request.num_tokens = request.num_computed_tokens + 1
         request.decoding = False
@@ -96,8 +103,29 @@ class DecodeSet:
 
     def drop(self, request: Request, tokens: int) -> None:
         """A member's context lost `tokens` more tokens from its middle."""
+        self._settle(request)
         request.dropped_tokens += tokens
         self._dropped_sum += tokens
+
+    def passed(self, durations: Durations, computed: int, failed: bool) -> None:
+        """Steps were done, in the first `computed` of which every member computed a token; the last may have `failed`.
+
+        Called before `advance`. A step that computes counts with the tokens it writes.
+        """
+        total_fs = durations.total_fs
+        self.busy_fs += total_fs
+        if not computed:
+            self.clock_fs += self.clock * total_fs
+            return
+        self.clock_fs += (self.clock + 1) * total_fs + durations.moment_fs(durations.steps)
+        if failed:  # it has the tokens of the step before it
+            self.clock_fs -= total_fs - durations.before_fs(computed)
+
+    def _settle(self, request: Request) -> None:
+        """Count a member's token-time up to now."""
+        tokens = request.anchor - request.dropped_tokens
+        request.token_fs += tokens * (self.busy_fs - request.settled_fs) + self.clock_fs - request.settled_clock_fs
+        request.settled_fs, request.settled_clock_fs = self.busy_fs, self.clock_fs
 
     def advance(self, steps: int, first_end_fs: int, end_fs: int) -> None:
         """Every member computed one token in each of `steps` steps, the first of which ended at `first_end_fs`, the last at `end_fs`.

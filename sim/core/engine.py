@@ -51,7 +51,7 @@ class Committed:
     table_slots: tuple[int, ...]
     """For each entry of `usage`: token slots in all block tables, a shared block counted for each holder."""
     written_tokens: int
-    """Tokens in those tables once step 0 is computed; every further step adds one a decoding sequence."""
+    """Tokens in those tables once step 0 is computed; every further step that is computed adds one a decoding sequence."""
     first_gap_fs: int | None
     """Time from the end of the decode set's latest step before this plan to the end of its first step in it; None when
     the set did not compute. The gaps of the later steps are their durations."""
@@ -251,10 +251,14 @@ class EngineCore:
         usage, table_slots = self._leap(plan, result)
         members = len(decode) if draft.decode and computed else 0
         written = decode.computed_tokens + members
+        total_fs = result.durations.total_fs
         for order, request in scheduler.catching_up.items():
             share = draft.shares.get(order)
-            written += request.num_computed_tokens + (share.num_tokens if share and computed else 0)
-            written -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
+            tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
+            tokens -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
+            request.token_fs += tokens * total_fs
+            written += tokens
+        decode.passed(result.durations, computed if members else 0, result.oom is not None)
         first_gap_fs = None
         if members:
             first_end_fs = plan.start_fs + result.durations.before_fs(1)

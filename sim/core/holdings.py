@@ -5,23 +5,29 @@ The scheduler decides who gets and who gives; here the tables, the prefix index 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from .blocks import NO_BLOCK
 from .config import EngineConfig
 from .draft import Draft
 from .ladder import Knobs
 from .need import admission_blocks, new_blocks_for_whole, skipped_blocks
 from .request import Request
+from .sharing import SharingMeter
 from .tables import BlockTables
 
 
 class Holdings:
     """The block tables of one engine's requests, with the prefix index and the time integrals that go with them."""
 
-    def __init__(self, config: EngineConfig, tables: BlockTables, knobs: Knobs) -> None:
+    def __init__(
+        self, config: EngineConfig, tables: BlockTables, knobs: Knobs, running: Callable[[], Iterable[Request]]
+    ) -> None:
         self.config = config
         self.tables = tables
         self.pool = tables.pool
         self.knobs = knobs
+        self.sharing = SharingMeter(tables.pool, running)
         self.table_blocks = 0
         """Entries in all block tables; a shared block counts once a holder."""
 
@@ -34,12 +40,14 @@ class Holdings:
         """Give back the blocks that left the attention window."""
         slid = self.tables.slide(request.table, computed_tokens)
         if slid:
+            self.sharing.leave_some(request, slid, now_fs)
             self.hold(request, -len(slid), now_fs)
             draft.released.append((request.request_id, slid))
 
     def shorten(self, request: Request, tokens: int, now_fs: int) -> None:
         """Give back the blocks beyond the first `tokens` tokens: the step that took them computed nothing."""
         dropped = self.tables.truncate(request.table, tokens, f"{request.request_id} (step ran out of memory)")
+        self.sharing.leave_some(request, dropped, now_fs)
         self.hold(request, -sum(1 for block_id in dropped if block_id != NO_BLOCK), now_fs)
 
     def release(self, request: Request, why: str, now_fs: int, *, reusable: bool) -> list[int]:
@@ -54,6 +62,7 @@ class Holdings:
         )  # registered for a step that will not be computed
         if self.reuses(request) and not request.dropped_tokens:
             self._register_upto(request, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared))
+        self.sharing.leave(request, now_fs)
         self.hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
         return self.tables.release(request.table, f"{request.request_id} ({why})", worth=-float(request.spec.priority))

@@ -74,6 +74,7 @@ def truncate_context(scheduler: Scheduler, request: Request, keep_tokens: int, n
     middle = [block_id for block_id in request.table.blocks[1:keep_from] if block_id != NO_BLOCK]
     if not middle:
         return []
+    scheduler.holdings.sharing.leave_some(request, middle, now_fs)
     scheduler.pool.release(middle, f"{request.request_id} (truncated)")
     request.table.blocks[1:keep_from] = [NO_BLOCK] * (keep_from - 1)
     scheduler.holdings.hold(request, -len(middle), now_fs)

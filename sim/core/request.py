@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .prefix import BlockKeys
+    from .sharing import Run
     from .tables import BlockTable
 
 
@@ -143,10 +144,15 @@ class Request:
         "retry_after_s",
         "scheduled_fs",
         "seq",
+        "settled_clock_fs",
+        "settled_fs",
+        "shared_fs",
+        "shared_runs",
         "spec",
         "state",
         "table",
         "target_tokens",
+        "token_fs",
     )
 
     def __init__(self, spec: RequestSpec, seq: int, arrival_fs: int, keys: BlockKeys, table: BlockTable) -> None:
@@ -203,6 +209,15 @@ class Request:
         self.held_since_fs = 0
         self.kv_block_fs = 0
         """Integral of blocks held over time; a shared block counts for each holder."""
+        self.shared_fs: dict[int, int] = {}
+        """Part of it by the number of holders the blocks had, from two on."""
+        self.shared_runs: list[Run] = []
+        """Shared blocks that it holds now."""
+        self.token_fs = 0
+        """Integral over time of the tokens in its blocks (of a decoding request, up to `settled_fs`)."""
+        self.settled_fs = 0
+        self.settled_clock_fs = 0
+        """The decode set's `busy_fs` and `clock_fs` up to which `token_fs` is counted."""
 
     @property
     def request_id(self) -> str:

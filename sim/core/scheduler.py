@@ -47,7 +47,7 @@ class Scheduler:
         """Those of them with more to compute than the decode set's one token, or that missed a step."""
         self.knobs = Knobs()
         """What the degradation ladder has turned."""
-        self.holdings = Holdings(config, tables, self.knobs)
+        self.holdings = Holdings(config, tables, self.knobs, self.running.values)
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
@@ -76,7 +76,7 @@ class Scheduler:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
         draft = Draft(budget=self._step_budget())
-        if self.knobs.step_share < 1.0:
+        if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
         shed(self, draft, now_fs)
         if self._policy.batching is Batching.PREFILL_FIRST:
@@ -98,7 +98,12 @@ class Scheduler:
     def _step_budget(self) -> int:
         """Tokens a step may compute: the configured budget, or less after a step that ran out of memory."""
         budget = self.config.max_num_batched_tokens
-        return budget if self.token_cap is None else min(budget, self.token_cap)
+        return budget if self.token_cap is None or self._must_start_whole else min(budget, self.token_cap)
+
+    @property
+    def _must_start_whole(self) -> bool:
+        """Whether a smaller step could only mean that nothing starts: nothing runs, and prompts are not computed in pieces."""
+        return not self.running and not self.config.enable_chunked_prefill
 
     def _allowed(self, request: Request, draft: Draft) -> int:
         """Tokens this request may still take in the step; the ladder shrinks the prompts of those below its guard."""
@@ -217,7 +222,9 @@ class Scheduler:
         if allocation is None:
             return None
         self.holdings.hold(request, len(allocation.new_blocks), now_fs)
-        draft.copies += allocation.copies
+        if allocation.copies:
+            draft.copies += allocation.copies
+            self.holdings.sharing.leave_some(request, [source for source, _ in allocation.copies], now_fs)
         self._take(request, num_tokens, draft)
         if request.decoding:
             draft.decode_blocks[request.order] = allocation.new_blocks
@@ -346,6 +353,8 @@ class Scheduler:
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
         self.holdings.hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
+        if hits:
+            self.holdings.sharing.join(request, hits, now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
         draft.shares[request.order] = Share(request, num_tokens, hit_tokens, [*hits, *allocation.new_blocks])
@@ -393,8 +402,17 @@ class Scheduler:
         for order in draft.decode_blocks:
             request = self.running[order]
             self.holdings.shorten(request, self.decode.computed(request), now_fs)
+        void: set[int] = set()
         for share in draft.shares.values():
-            computed_blocks = share.context_tokens // self.config.block_size
-            self.pool.forget(share.request.table.blocks[computed_blocks : share.request.num_registered])
-            share.request.num_registered = min(share.request.num_registered, computed_blocks)
-            self.holdings.shorten(share.request, share.context_tokens, now_fs)
+            request, computed_blocks = share.request, share.context_tokens // self.config.block_size
+            unwritten = request.table.blocks[computed_blocks : request.num_registered]
+            self.pool.forget(unwritten)
+            void.update(unwritten)
+        for share in draft.shares.values():
+            request, tokens = share.request, share.context_tokens
+            found = request.table.blocks[: tokens // self.config.block_size]
+            if not void.isdisjoint(found):  # it was to read what another request of the same step was to write
+                valid = next(index for index, block_id in enumerate(found) if block_id in void)
+                tokens = request.num_computed_tokens = valid * self.config.block_size
+            request.num_registered = min(request.num_registered, tokens // self.config.block_size)
+            self.holdings.shorten(request, tokens, now_fs)
