@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sim.core.admission import AdmissionBase, CanEverFit, Every, FreeBlocks
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.engine import EngineCore
+from sim.core.ladder import STANDARD_LADDER
 from sim.core.policies import (
     PRESETS,
     BackOfTheQueue,
@@ -81,6 +82,12 @@ POLICIES: dict[str, Policy] = {
     "deadline first, late last": Policy(queue=deadline_queue({0: 0.05, 1: 0.2})),
     "back of the queue": Policy(queue=BackOfTheQueue),
     "by arrival": Policy(queue=arrival_queue),
+    "fair share, swapping": Policy(queue=FairQueue, swap=True),
+    "new-token ratio by priority, swapping": Policy(
+        admission=gated(lambda config: NewTokenRatio()), queue=priority_queue, swap=True
+    ),
+    "fair share on a ladder": Policy(queue=FairQueue, ladder=STANDARD_LADDER),
+    "late last on a ladder": Policy(queue=deadline_queue(0.05), ladder=STANDARD_LADDER),
     "everything": Policy(
         admission=lambda config: Every(
             [
