@@ -62,10 +62,7 @@ class BlockKeys:
         self._table = table
         self._chains: list[int] | None = None
         self._private = 0
-        named = len(spec.content_ids) * spec.content_block_tokens
-        if named and len(spec.content_ids) <= -(-spec.input_tokens // spec.content_block_tokens):
-            named = min(named, spec.input_tokens)  # the last id names a part of its span: what follows it is output
-        self.num_shared = named // block_size
+        self.num_shared = spec.named_tokens // block_size
         """Leading blocks whose content other requests may share."""
 
     def key(self, index: int) -> int:

@@ -17,7 +17,7 @@ from sim.costs.protocol import CostModel
 from sim.results.recorder import Recorder, RunRecord
 
 from .clients import closed_loop, open_loop, patience
-from .executors import ModelExecutor
+from .executors import HoldsBlocks, ModelExecutor
 from .replica import Replica
 from .router import ROUTERS
 
@@ -62,6 +62,7 @@ def run_world(
 
     engines: list[EngineCore] = []
     servers: list[Replica] = []
+    executors: list[Executor] = []
     recorders: list[Recorder] = []
     log = None if decision_log is None else _Log(decision_log, replicas)
     for index in range(replicas):
@@ -70,6 +71,7 @@ def run_world(
         served_by = ModelExecutor(cost) if executor is None else executor(core)
         servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
         engines.append(core)
+        executors.append(served_by)
         recorders.append(recorder)
     route = ROUTERS[router]()
 
@@ -89,7 +91,9 @@ def run_world(
     else:
         env.process(closed_loop(env, requests, send_and_wait, max_concurrency))
     env.run()
-    for core in engines:
+    for core, served_by in zip(engines, executors, strict=True):
+        if isinstance(served_by, HoldsBlocks):
+            served_by.close(core.pending_releases)
         core.close(int(env.now))
     if log is not None:
         log.close()
