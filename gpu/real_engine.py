@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class RealSettings:
     """Poison what holds nothing and verify owners: slower, and any early release or wrong slot becomes an error with a name."""
     memory_limit_bytes: int | None = None
     """A hard limit on the CPU device, pool and workspace included."""
+    num_threads: int | None = None
+    """Cores that torch may use in this process; None leaves its choice."""
     workspace_bytes: int | None = None
     """Workspace, instead of what the largest step needs; a step that does not fit is taken back and tried smaller."""
 
@@ -69,13 +71,15 @@ class RealEngine:
     ) -> None:
         """Raises ConfigError for a model or device that cannot be run, OutOfMemoryError if the weights do not fit."""
         self.settings = settings
-        self.device = _device(settings.device)
+        self.device = find_device(settings.device)
         self.config = DecoderConfig.of(settings.shape, settings.source)
         self.dtype = dtype_name(settings.shape.dtype if settings.dtype == "auto" else settings.dtype)
         self.tokens = TokenBook(requests, seed=settings.seed, vocab_size=settings.shape.vocab_size)
         self.executors: list[TorchExecutor] = []
         """Those handed out, in order."""
         self._on_step = on_step
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
         self._budget = None if settings.memory_limit_bytes is None else DeviceBudget(settings.memory_limit_bytes)
         self.weights = self._load()
         if self._budget is not None:
@@ -156,7 +160,35 @@ class RealEngine:
         return DecoderWeights.random(self.config, seed=self.settings.seed, dtype=self._torch_dtype, device=self.device)
 
 
-def _device(name: str) -> Any:
+SMALL = 1 << 24
+"""A model of fewer parameters runs faster on one core: waking the others takes longer than their share of the work."""
+
+
+def for_scenario(
+    tables: Mapping[str, Mapping[str, Any]], shape: ModelShape, requests: Sequence[RequestSpec]
+) -> RealEngine:
+    """The engine that a resolved scenario asks for: `tables` as `Resolved.tables`.
+
+    Raises:
+        ConfigError: a model, format or device that cannot be run.
+    """
+    run, model = tables["run"], tables["model"]
+    if model["quantization"] not in (None, "auto", "none"):
+        raise ConfigError(f"quantization is {model['quantization']!r}; executor torch runs plain weights only")
+    settings = RealSettings(
+        shape=shape,
+        source=model["model"],
+        device=run["device"],
+        dtype=model["dtype"],
+        kv_cache_dtype=tables["engine"]["kv_cache_dtype"],
+        seed=run["seed"],
+        checked=run["check"],
+        num_threads=1 if run["device"] == "cpu" and shape.num_parameters < SMALL else None,
+    )
+    return RealEngine(settings, requests)
+
+
+def find_device(name: str) -> Any:
     """The torch device called `name`. Raises ConfigError when this machine has none."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
