@@ -135,6 +135,30 @@ def compare_command(
     return compare(files, replications=replications, seed=seed, workers=workers, out=out, json=json)
 
 
+@app.command("validate", epilog=_example("kvtwin validate --device cpu --junit validate.xml --html validate.html"))
+def validate_command(
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="Where to run: cpu, cuda or cuda:N.")] = "cpu",
+    scenario: Annotated[
+        list[str] | None, typer.Option("--scenario", metavar="NAME", help="Only this scenario; may be repeated.")
+    ] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option("--preset", metavar="NAME", help="Only this preset; may be repeated.")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the verdicts as one page.")
+    ] = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """The same scenarios for real and simulated: decisions, tokens, leaks. Exit code 1 on any difference."""
+    from .validate import validate
+
+    return validate(
+        device=device, scenarios=scenario or (), presets=preset or (), junit=junit, html=html, out=out, json=json
+    )
+
+
 @app.command("diagnose", epilog=_example("kvtwin diagnose server.log --model llama-3.1-8b --gpu h100-sxm-80gb"))
 def diagnose_command(
     files: Annotated[

@@ -144,8 +144,14 @@ class RunTable(Table):
     """`[run]`: how the run is carried out."""
 
     seed: int = Field(0, ge=0, description="root of all random streams")
-    executor: str = Field("model", min_length=1, description="what carries a step out: model (a simulation)")
-    device: str | None = Field(None, min_length=1, description="device of an executor that runs for real")
+    executor: str = Field(
+        "model",
+        min_length=1,
+        description="what carries a step out: model (a simulation) or torch (a real forward pass, timed)",
+    )
+    device: str | None = Field(
+        None, min_length=1, description="device of executor torch: cpu, cuda or cuda:N; cpu when not given"
+    )
     replicas: int = Field(1, ge=1, description="engines behind the router")
     router: str = Field("round-robin", min_length=1, description="how requests are spread over the replicas")
     stepping: bool = Field(False, description="simulate every step by itself, without leaps")

@@ -6,9 +6,10 @@ The module is not called `simulate`, because importing it would then hide the fu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ._version import __version__
 from .policy_choice import choose_policy
@@ -20,6 +21,9 @@ from .steady_state import steady_state_warnings
 if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
     from sim.core.config import EngineConfig
+    from sim.core.engine import EngineCore
+    from sim.core.plan import Executor
+    from sim.core.request import RequestSpec
     from sim.costs.protocol import CostModel
     from sim.memory.device import Device
     from sim.results.result import Result
@@ -31,6 +35,18 @@ PROFILES: tuple[str, ...] = ("roofline",)
 """Cost models that a scenario can name."""
 
 
+class RealEngine(Protocol):
+    """What runs engine cores for real (`gpu.real_engine`, which this package does not import)."""
+
+    def executor(self, core: EngineCore) -> Executor:
+        """An executor for one core."""
+        ...
+
+    def report(self) -> list[dict[str, Any]]:
+        """What each executor did, as JSON values."""
+        ...
+
+
 def simulate(
     scenario: Scenario,
     seed: int | None = None,
@@ -38,6 +54,7 @@ def simulate(
     replication: int = 0,
     cost: CostModel | None = None,
     decision_log: Callable[[dict[str, Any]], None] | None = None,
+    executor: Callable[[EngineCore], Executor] | None = None,
     **changes: Any,
 ) -> Result:
     """Simulate `scenario` and return everything that came of it.
@@ -46,8 +63,12 @@ def simulate(
     whatever the engine's settings. `changes` are keys to change first, as in `Scenario.with_`: `simulate(s, rate=4.0)`. `cost`
     replaces the cost model; `decision_log` is called with each step's entry. Equal arguments give equal results, wall-clock times aside.
 
+    With executor "torch" in `[run]` nothing is simulated but the clients: every step really runs, and its measured duration is
+    the time that passes. `executor` (made for each engine core) does the steps instead of either.
+
     Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
     """
+    from sim.core.request import samples
     from sim.results import (
         Result,
         bill_columns,
@@ -66,15 +87,20 @@ def simulate(
     run = resolved["run"]
 
     built = build_workload(resolved, replication)
-    prices = cost or cost_model(resolved)
+    sent = [sample for spec in built.requests for sample in samples(replace(spec, n=resolved["workload"]["n"]))]
     config, policy = choose_policy(
         resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
     )
     memory = device(resolved)
+    real = None
+    if executor is None and run["executor"] == "torch":
+        real = real_engine(resolved, sent)
+        executor = real.executor
+    prices = cost or cost_model(resolved)
     record = run_world(
         config,
         prices,
-        [replace(spec, n=resolved["workload"]["n"]) for spec in built.requests],
+        sent,
         replicas=run["replicas"],
         router=run["router"],
         max_concurrency=resolved["workload"]["max_concurrency"],
@@ -84,6 +110,7 @@ def simulate(
         policy=policy,
         device=memory,
         memory_limit=has_memory_limit(resolved, memory),
+        executor=executor,
     )
     requests, timeline = request_columns(record), timeline_columns(record)
     unsteady = steady_state_warnings(timeline, until_s=max(requests["arrival_s"]))
@@ -93,10 +120,13 @@ def simulate(
         seed=run["seed"],
         version=__version__,
         limits_s=resolved.slo.limits_s if resolved.slo else None,
-        warnings=[*resolved.warnings, *prices.warnings(), *unsteady],
+        warnings=[*resolved.warnings, *(prices.warnings() if executor is None else []), *unsteady],
         notes=built.notes,
         wall_time_s=time.perf_counter() - started_s,
     )
+    facts = provenance(resolved, profile=prices.name if executor is None else "measured", replication=replication)
+    if real is not None:
+        summary["executors"] = facts["executors"] = real.report()
     return Result(
         summary=summary,
         request_columns=requests,
@@ -107,7 +137,7 @@ def simulate(
         oom_log=oom_log(record, _arguments(resolved, config)),
         oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
-        provenance=provenance(resolved, profile=prices.name, replication=replication),
+        provenance=facts,
         scenario=resolved.as_dict(),
     )
 
@@ -208,6 +238,18 @@ def cost_model(resolved: Resolved) -> CostModel:
         quantization=resolved["model"]["quantization"],
         **{key: resolved["engine"][key] for key in keys},
     )
+
+
+def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:
+    """What runs this scenario on a device. Raises ScenarioError where the software for it is missing, ConfigError for a model or
+    device that cannot be run.
+    """
+    try:
+        make = getattr(import_module("gpu.real_engine"), "for_scenario")  # noqa: B009 - by name: the simulator needs no GPU software
+    except ImportError as error:
+        raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
+    engine: RealEngine = make(resolved.tables, resolved.model, requests)
+    return engine
 
 
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:

@@ -135,6 +135,16 @@ class EngineCore:
         """Prompt tokens found there."""
         return self._scheduler.prefix_hit_tokens
 
+    @property
+    def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet."""
+        return tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released)
+
+    @property
+    def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:
+        """`(request_id, block_table)` of every running request, as they are now."""
+        return [(request.request_id, tuple(request.table.blocks)) for request in self._scheduler.running.values()]
+
     def take_ended(self) -> list[Request]:
         """Requests that ended since the last call, in order."""
         ended, self._ended = self._ended, []

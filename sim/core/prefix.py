@@ -62,10 +62,7 @@ class BlockKeys:
         self._table = table
         self._chains: list[int] | None = None
         self._private = 0
-        named = len(spec.content_ids) * spec.content_block_tokens
-        if named and len(spec.content_ids) <= -(-spec.input_tokens // spec.content_block_tokens):
-            named = min(named, spec.input_tokens)  # the last id names a part of its span: what follows it is output
-        self._num_named = named // block_size
+        self._num_named = spec.named_tokens // block_size
         whole_prompt = spec.input_tokens // block_size if spec.sample_of else 0
         self.num_shared = max(self._num_named, whole_prompt)
         """Leading blocks whose content other requests may share."""

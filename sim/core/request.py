@@ -72,6 +72,14 @@ class RequestSpec:
         """Output tokens this request ends with when nothing interferes."""
         return self.output_tokens if self.max_tokens is None else min(self.output_tokens, self.max_tokens)
 
+    @property
+    def named_tokens(self) -> int:
+        """Leading tokens, prompt and output, whose content `content_ids` names: what others may share."""
+        named = len(self.content_ids) * self.content_block_tokens
+        if named and len(self.content_ids) <= -(-self.input_tokens // self.content_block_tokens):
+            named = min(named, self.input_tokens)  # the last id names a part of its span: what follows it is output
+        return named
+
 
 def samples(spec: RequestSpec) -> tuple[RequestSpec, ...]:
     """The `n` requests that stand for one request with `n` samples, as in vLLM V1: each is scheduled on its own, all share the

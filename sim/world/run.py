@@ -19,7 +19,7 @@ from sim.results.memory_record import MemoryRecord
 from sim.results.recorder import Recorder, RunRecord
 
 from .clients import closed_loop, open_loop, patience
-from .executors import ModelExecutor
+from .executors import HoldsBlocks, ModelExecutor
 from .replica import Replica
 from .router import ROUTERS
 from .workspace import WorkspaceExecutor
@@ -69,6 +69,7 @@ def run_world(
 
     engines: list[EngineCore] = []
     servers: list[Replica] = []
+    executors: list[Executor] = []
     recorders: list[Recorder] = []
     log = None if decision_log is None else _Log(decision_log, replicas)
     for index in range(replicas):
@@ -79,6 +80,7 @@ def run_world(
             served_by = WorkspaceExecutor(served_by, device, core)
         servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
         engines.append(core)
+        executors.append(served_by)
         recorders.append(recorder)
     route = ROUTERS[router]()
 
@@ -98,7 +100,9 @@ def run_world(
     else:
         env.process(closed_loop(env, requests, send_and_wait, max_concurrency))
     env.run()
-    for core in engines:
+    for core, served_by in zip(engines, executors, strict=True):
+        if isinstance(served_by, HoldsBlocks):
+            served_by.close(core.pending_releases)
         core.close(int(env.now))
     if log is not None:
         log.close()
