@@ -414,17 +414,20 @@ class EngineCore:
         prefill: list[tuple[int, int]] = []
         seqs = sampled = len(decode) if draft.decode else 0
         context = decode.context_tokens if draft.decode else 0
+        longest = decode.max_context_tokens if draft.decode else 0
         for share in draft.shares.values():
             sampled += share.samples
             if share.num_tokens == 1 and share.context_tokens and share.samples:
                 seqs += 1
                 context += share.context_tokens + 1
+                longest = max(longest, share.context_tokens + 1)
             else:
                 prefill.append((share.num_tokens, share.context_tokens))
         return BatchShape(
             prefill=tuple(prefill),
             decode_seqs=seqs,
             decode_context_tokens=context,
+            decode_max_context_tokens=longest,
             sampled_seqs=sampled,
             copied_blocks=len(self._decisions.copied),
             swapped_blocks=sum(len(pairs) for _, pairs in (*self._decisions.swapped_out, *self._decisions.swapped_in)),

@@ -23,6 +23,8 @@ class BatchShape:
     """Sequences that compute exactly one token."""
     decode_context_tokens: int = 0
     """Sum over those sequences of the KV length the attention reads, the new token included, in the first step."""
+    decode_max_context_tokens: int = 0
+    """The longest of those KV lengths; 0 where it is not known. A batch waits for its longest sequence."""
     sampled_seqs: int = 0
     """Rows that reach the LM head and the sampler: decodes, and prefill chunks that end their prompt."""
     copied_blocks: int = 0
@@ -175,7 +177,7 @@ class StepPlan:
     """How many times the decode step is repeated; 1 for every step that is not a pure decode."""
     start_fs: int
     shape: BatchShape
-    """Sizes of the first step; each repetition adds `decode_seqs` to `decode_context_tokens`."""
+    """Sizes of the first step; each repetition adds `decode_seqs` to `decode_context_tokens` and 1 to `decode_max_context_tokens`."""
     copies: tuple[tuple[int, int], ...] = ()
     """Block copies `(source, destination)` that must be done before anything is written."""
     swap_outs: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
