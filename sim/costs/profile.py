@@ -17,7 +17,7 @@ from sim.core.clock import to_fs
 from sim.core.plan import BatchShape, Durations
 
 from .piecewise import IntegerLine
-from .terms import StepTerms
+from .terms import TILE, StepTerms
 
 
 class FittedProfile:
@@ -54,8 +54,7 @@ class FittedProfile:
             + moved
             + self._tokens(shape.num_tokens)
             + self._rows(shape.sampled_seqs)
-            + self._prefill(shape.prefill)
-            + self._beside_prefill(shape)
+            + self._attention(shape)
         )
 
     def decode_stretch(
@@ -93,17 +92,20 @@ class FittedProfile:
             self._lines[seqs] = base, line, round(self.terms.decode_skew(seqs) * rate)
         return self._lines[seqs]
 
-    def _beside_prefill(self, shape: BatchShape) -> int:
-        """Attention of the decodes of a step with prefill chunks."""
+    def _attention(self, shape: BatchShape) -> int:
+        """Attention of a step with prefill chunks, and decodes beside them."""
         seqs, context = shape.decode_seqs, shape.decode_context_tokens
         self._note(shape.num_tokens, seqs, context)
+        prefill_fs = self._prefill(shape.prefill)
         if not seqs:
-            return 0
-        mean = context / seqs
+            return prefill_fs
         excess = _excess(seqs, context, shape.decode_max_context_tokens) / context
-        attention_s = self.terms.mixed(seqs, mean) * (1.0 + self.terms.mixed_skew(seqs) * excess)
+        beside_fs = to_fs(self.terms.mixed(seqs, context / seqs) * (1.0 + self.terms.mixed_skew(seqs) * excess))
         longest_chunk = max(tokens for tokens, _ in shape.prefill)
-        return to_fs(attention_s) + self._tile_fs * seqs * longest_chunk
+        q = self.terms.overlap(seqs + sum(-(-tokens // TILE) for tokens, _ in shape.prefill))
+        longer, shorter = max(prefill_fs, beside_fs), min(prefill_fs, beside_fs)
+        both_fs = longer + shorter if q == 1.0 else round(longer * (1.0 + (shorter / longer) ** q) ** (1.0 / q))
+        return both_fs + self._tile_fs * seqs * longest_chunk
 
     def _prefill(self, chunks: tuple[tuple[int, int], ...]) -> int:
         total = 0

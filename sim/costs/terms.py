@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from .piecewise import Grid, Line
 
 
+TILE = 128
+"""Queries that a tile of the attention kernels holds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTerms:
     """The terms of a step on one rank, all layers together. Times in seconds."""
@@ -29,8 +33,11 @@ class StepTerms:
     decode: Grid
     """Attention of a step of decodes only: sequences x mean KV length, the new token included."""
     mixed: Grid
-    """What decodes add to the attention of a step that also has prefill chunks, axes as `decode`. Engines run both in one call,
-    whose kernel is made for long queries: a decode costs more in it."""
+    """Attention of the decodes of a step that also has prefill chunks, axes as `decode`. Engines run both in one call, whose kernel
+    is made for long queries: a decode costs more in it."""
+    overlap: Line = Line((1.0,), (1.0,))
+    """Exponent q by tiles of queries in the call (one a decode, one a `TILE` tokens of chunk): prefill p and decodes d take
+    `(p^q + d^q)^(1/q)` together, from the longer of both (large q, an emptier GPU) to their sum (1)."""
     mixed_tile_s: float = 0.0
     """What each decode adds to such a step for every token of its longest chunk: the kernel's grid is (sequences x longest query)."""
     chunk_launch_s: float = 0.0
