@@ -10,7 +10,7 @@ import numpy as np
 
 from sim.costs.profile_file import SCHEMA, SCHEMA_VERSION, read_profile
 
-from .tent import Array, mixture
+from .tent import Array, mixture, never_falling
 
 PADDED_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM V1 captures CUDA graphs by default. **Source:** vLLM 0.19 `compilation_config`, as printed by a run."""
@@ -35,7 +35,7 @@ def thinned(x: Array, y: Array, tolerance: float = TOLERANCE) -> list[float]:
     around a jump. The knot that misses most is added until none does.
     """
     order = np.argsort(x)
-    x, y = x[order], np.maximum.accumulate(y[order])
+    x, y = x[order], never_falling(y[order])
     kept = [0, x.size - 1]
     while len(kept) < x.size:
         weights = mixture(x[kept].tolist(), x)

@@ -54,7 +54,7 @@ def fit_line(x: Array, time: Array, knots: Sequence[float], *, rising: bool = Tr
     fit = robust_nonnegative(mixture(knots, x), time)
     values, identified = _fill(fit.values, fit.identified, knots)
     return TableFit(
-        values=np.maximum.accumulate(values) if rising else values, identified=identified, residuals=fit.residuals
+        values=never_falling(values) if rising else values, identified=identified, residuals=fit.residuals
     )
 
 
@@ -74,8 +74,15 @@ def fit_grid(
     for column in range(len(y_knots)):
         values[:, column], _ = _fill(values[:, column], known, x_knots)
     if rising:
-        values = np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
+        values = never_falling(never_falling(values, axis=0), axis=1)
     return TableFit(values=values, identified=identified, residuals=fit.residuals)
+
+
+def never_falling(values: Array, axis: int = 0) -> Array:
+    """Values that never fall along `axis`: midway between the lowest such table above the given one and the highest below it."""
+    above = np.maximum.accumulate(values, axis=axis)
+    below = np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)
+    return np.asarray((above + below) / 2)
 
 
 def robust_nonnegative(design: Array, time: Array, *, rounds: int = 3) -> TableFit:
