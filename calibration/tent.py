@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+LEAST_WEIGHT = 0.01
+"""A knot is identified when some measurement has at least this share of it."""
 HUBER = 1.345
 """Residuals up to so many standard deviations keep their full weight (95 % efficiency for normal errors)."""
 
@@ -51,7 +53,7 @@ def mixture(knots: Sequence[float], x: Array) -> Array:
 
 def fit_line(x: Array, time: Array, knots: Sequence[float], *, rising: bool = True) -> TableFit:
     """A table over one variable; `rising` makes it never fall."""
-    fit = robust_nonnegative(mixture(knots, x), time)
+    fit = robust_nonnegative(mixture(knots, x), time, least_weight=LEAST_WEIGHT)
     values, identified = _fill(fit.values, fit.identified, knots)
     return TableFit(
         values=never_falling(values) if rising else values, identified=identified, residuals=fit.residuals
@@ -64,7 +66,7 @@ def fit_grid(
     """A table over two variables, `[len(x_knots), len(y_knots)]`; `rising` makes it never fall along either."""
     wx, wy = mixture(x_knots, x), mixture(y_knots, y)
     design = (wx[:, :, None] * wy[:, None, :]).reshape(x.size, -1)
-    fit = robust_nonnegative(design, time)
+    fit = robust_nonnegative(design, time, least_weight=LEAST_WEIGHT)
     values = fit.values.reshape(len(x_knots), len(y_knots))
     identified = fit.identified.reshape(values.shape)
     for row in range(len(x_knots)):
@@ -85,19 +87,22 @@ def never_falling(values: Array, axis: int = 0) -> Array:
     return np.asarray((above + below) / 2)
 
 
-def robust_nonnegative(design: Array, time: Array, *, rounds: int = 3) -> TableFit:
+def robust_nonnegative(design: Array, time: Array, *, rounds: int = 3, least_weight: float = 0.0) -> TableFit:
     """Non-negative coefficients that minimise Huber's loss of relative errors, by re-weighted least squares.
 
-    A coefficient whose column is (nearly) zero everywhere is not identified, and 0.
+    A coefficient whose column nowhere exceeds `least_weight` is not identified, and 0.
 
     **Source:** Lawson and Hanson 1974 (NNLS); Huber 1964.
     """
     from scipy.optimize import nnls
 
     scale = np.maximum(time, np.finfo(np.float64).tiny)
+    identified = np.asarray(np.abs(design).max(axis=0) > least_weight)
     relative = design / scale[:, None]
+    lengths = np.linalg.norm(relative, axis=0)
+    lengths[lengths == 0] = 1.0
+    relative = relative / lengths  # columns of one length: units must not decide what the solver sees
     target = np.ones(time.size)
-    identified = np.asarray(np.abs(design).max(axis=0) > 0.05 * max(1e-300, float(np.abs(design).max())) * 0.2)
     weights = np.ones(time.size)
     coefficients = np.zeros(design.shape[1])
     residuals = -target
@@ -109,7 +114,7 @@ def robust_nonnegative(design: Array, time: Array, *, rounds: int = 3) -> TableF
         if spread <= 1e-12:
             break
         weights = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(np.abs(residuals), 1e-300)))
-    return TableFit(values=coefficients, identified=identified, residuals=residuals)
+    return TableFit(values=coefficients / lengths, identified=identified, residuals=residuals)
 
 
 def _fill(values: Array, known: npt.NDArray[np.bool_], knots: Sequence[float]) -> tuple[Array, npt.NDArray[np.bool_]]:
