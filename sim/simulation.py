@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._version import __version__
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
     from .scenario import Scenario
 
-PROFILES: tuple[str, ...] = ("roofline",)
-"""Cost models that a scenario can name."""
+ROOFLINE = "roofline"
+"""The default cost model: a GPU's data sheet with stated factors."""
 
 
 class RealEngine(Protocol):
@@ -222,22 +223,30 @@ def has_memory_limit(resolved: Resolved, memory: Device) -> bool:
 
 
 def cost_model(resolved: Resolved) -> CostModel:
-    """The cost model that the scenario names. Raises ScenarioError for an unknown one."""
+    """The cost model that the scenario names: `roofline`, `auto`, a profile of the library, or a profile file.
+
+    Raises ScenarioError for an unknown one, ConfigError for one that cannot price this scenario.
+    """
     from sim.costs import Roofline
+    from sim.costs.library import AUTO, fitted_cost, profile_names
 
     profile = resolved["gpu"]["profile"]
-    if profile not in PROFILES:
+    settings = {
+        "dtype": resolved["model"]["dtype"],
+        "quantization": resolved["model"]["quantization"],
+        **{
+            key: resolved["engine"][key]
+            for key in ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
+        },
+    }
+    if profile == ROOFLINE:
+        return Roofline(resolved.model, resolved.gpu, **settings)
+    known = (ROOFLINE, AUTO, *profile_names())
+    if profile not in known and not Path(profile).is_file():
         raise ScenarioError(
-            f"[gpu] profile is {profile!r}; this version has {', '.join(PROFILES)}; nearest is {nearest(profile, PROFILES)}"
+            f"[gpu] profile is {profile!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(profile, known)}"
         )
-    keys = ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
-    return Roofline(
-        resolved.model,
-        resolved.gpu,
-        dtype=resolved["model"]["dtype"],
-        quantization=resolved["model"]["quantization"],
-        **{key: resolved["engine"][key] for key in keys},
-    )
+    return fitted_cost(profile, resolved.model, resolved.gpu, **settings)
 
 
 def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:

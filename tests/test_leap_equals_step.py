@@ -54,7 +54,9 @@ class Staircase:
         context = shape.decode_context_tokens + sum(cached for _, cached in shape.prefill)
         return TICK * (self.base_ticks + self.tread_ticks * (context // self.width) + shape.prefill_tokens)
 
-    def decode_stretch(self, decode_seqs: int, context_tokens: int, steps: int) -> Durations:
+    def decode_stretch(
+        self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
+    ) -> Durations:
         segments: list[Segment] = []
         for step in range(steps):
             context = context_tokens + step * decode_seqs

@@ -14,17 +14,21 @@ def shape_of(draft: Draft, scheduler: Scheduler, decisions: Decisions) -> BatchS
     prefill: list[tuple[int, int]] = []
     seqs = sampled = len(decode) if draft.decode else 0
     context = decode.context_tokens if draft.decode else 0
+    longest = decode.max_context_tokens if draft.decode else 0
     for share in draft.shares.values():
         sampled += share.samples
         if share.num_tokens == 1 and share.context_tokens and share.samples:
             seqs += 1
-            context += share.context_tokens + 1 - share.request.dropped_tokens
+            read = share.context_tokens + 1 - share.request.dropped_tokens
+            context += read
+            longest = max(longest, read)
         else:
             prefill.append((share.num_tokens, share.context_tokens))
     return BatchShape(
         prefill=tuple(prefill),
         decode_seqs=seqs,
         decode_context_tokens=context,
+        decode_max_context_tokens=longest,
         sampled_seqs=sampled,
         copied_blocks=len(decisions.copied),
         swapped_blocks=sum(len(pairs) for _, pairs in (*decisions.swapped_out, *decisions.swapped_in)),
