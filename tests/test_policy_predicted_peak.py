@@ -162,12 +162,18 @@ def test_the_pool_is_exceeded_no_more_often_than_the_risk() -> None:
 
 
 def test_it_serves_more_in_time_than_the_engines_when_recomputing_is_dear() -> None:
-    """At about capacity (3 requests a second), on common random numbers: more requests get their first token within 5 s and the
-    others within 50 ms each than with any engine's rule, in a paired comparison over five sets of requests (95 % interval above zero)."""
+    """At about capacity (3 requests a second) more requests get their first token within 5 s and the others within 50 ms each than
+    under any of three engines' rules: paired on common random numbers, ten sets of requests, intervals of 95 % for the three together.
+
+    The mix and the rate were chosen among others on other sets of requests (seeds below 5), so these are new ones. Over vLLM V1 the
+    gain is about 6 %. At 2.5, 3.5 and 4.5 a second it cannot be told from none; and where prompts are short, and found again in the
+    prefix cache after a preemption, vLLM V1 starts requests sooner and serves more in time, with a longer tail between tokens.
+    """
+    presets = ("predicted-peak", "vllm-v1", "sglang", "trtllm-no-evict")
     goods = {
-        preset: [served(preset, rag(300, 3.0, seed))["goodput_per_s"] for seed in range(5)]
-        for preset in ("predicted-peak", "vllm-v1", "sglang", "trtllm-no-evict")
+        preset: [served(preset, rag(300, 3.0, seed))["goodput_per_s"] for seed in range(100, 110)] for preset in presets
     }
-    for other in ("vllm-v1", "sglang", "trtllm-no-evict"):
+    student = 2.933  # nine degrees of freedom, 5 % shared by three comparisons, two-sided
+    for other in presets[1:]:
         gains = [ours - theirs for ours, theirs in zip(goods["predicted-peak"], goods[other], strict=True)]
-        assert mean(gains) - 2.776 * stdev(gains) / math.sqrt(5) > 0, (other, goods)
+        assert mean(gains) - student * stdev(gains) / math.sqrt(10) > 0, (other, goods)

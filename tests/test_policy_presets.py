@@ -44,8 +44,8 @@ def test_t8_vllm_preempts_the_last_admitted_first_and_keeps_the_order_of_arrival
 
 
 def test_t9_no_evict_counts_blocks_to_completion_and_stops_at_the_first_that_does_not_fit(drive):
-    """32 tokens a block. r1: prompt 64, max 64; it holds 3 of its 4, so 1 of the 10 free is reserved. r2: 100 + 200 tokens, 10 blocks > 9.
-    r3 would fit with its one block and is not tried."""
+    """32 tokens a block. r1: prompt 64, max 64; it holds 3 of its 4, so 1 of the 10 free is reserved. r2: 100 + 200 tokens, 10
+    blocks > 9. r3 would fit with its one block and is not tried."""
     engine = drive(num_gpu_blocks=13, block_size=32, preset="trtllm-no-evict", enable_prefix_caching=False)
     engine.add("r1", 64, output_tokens=64, max_tokens=64)
     engine.step()
@@ -136,8 +136,8 @@ def test_b07_max_util_thrashes_where_no_evict_waits(drive):
 
 
 def test_b14_sglang_ends_only_the_request_that_outgrows_the_pool(drive):
-    """1000 tokens of pool in pages of 8. 600 + 1000 tokens are refused at once; without a cap, the request ends at the token that does not
-    fit (the 1001st), with the numbers, and the other goes on."""
+    """1000 tokens of pool in pages of 8. 600 + 1000 tokens are refused at once; without a cap, the request ends at the token that
+    does not fit (the 1001st), with the numbers, and the other goes on."""
     engine = drive(num_gpu_blocks=125, block_size=8, preset="sglang", max_model_len=4096)
     assert engine.add("told", 600, output_tokens=1000, max_tokens=1000).outcome is Outcome.REJECTED
     untold = engine.add("untold", 600, output_tokens=1000)
@@ -224,9 +224,12 @@ def test_b17_without_pressure_both_policies_are_the_same():
 
 
 def test_b17_under_pressure_max_util_starts_sooner_and_pays_for_it_by_recomputing():
-    """#16827 measured, for the same change: throughput -40.6 %, TPOT p99 9.1 times, TTFT p50 35.8 to 27.1 s. Only the direction is claimed.
+    """#16827 measured, for the same change: throughput -40.6 %, TPOT p99 9.1 times, TTFT p50 35.8 to 27.1 s. Only the direction is
+    claimed.
 
-    Here two thirds of all tokens computed are computed again: that is where the throughput goes.
+    Here two thirds of all tokens computed are computed again: that is where the throughput goes. The report gives neither prompt
+    lengths nor pool, so this load was looked for: long prompts in chunks, a little more sent than fits. With prompts short beside
+    the outputs max-util gains throughput, and far beyond what fits its first tokens come later too.
     """
     no_evict, max_util = oversubscribed("trtllm-no-evict", 24), oversubscribed("trtllm-max-util", 24)
     assert max_util["ttft_s"]["p50"] < no_evict["ttft_s"]["p50"]
