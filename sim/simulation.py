@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sim.core.config import EngineConfig
     from sim.core.engine import EngineCore
     from sim.core.plan import Executor
+    from sim.core.policy import Policy
     from sim.core.request import RequestSpec
     from sim.costs.protocol import CostModel
     from sim.memory.device import Device
@@ -121,7 +122,13 @@ def simulate(
         seed=run["seed"],
         version=__version__,
         limits_s=resolved.slo.limits_s if resolved.slo else None,
-        warnings=[*resolved.warnings, *(prices.warnings() if executor is None else []), *unsteady],
+        warnings=[
+            *resolved.warnings,
+            *(prices.warnings() if executor is None else []),
+            *_idle_ladder(policy, sent),
+            *dict.fromkeys(sentence for recorder in record.recorders for sentence in recorder.core.diagnose()),
+            *unsteady,
+        ],
         notes=built.notes,
         wall_time_s=time.perf_counter() - started_s,
     )
@@ -259,6 +266,16 @@ def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngi
         raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
     engine: RealEngine = make(resolved.tables, resolved.model, requests)
     return engine
+
+
+def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
+    """A ladder that may touch nobody is probably not what was meant."""
+    if policy.ladder is None or any(spec.priority > policy.ladder.guard_priority for spec in requests):
+        return []
+    return [
+        f"the ladder touches nobody: every request is at least as important as its guard (priority {policy.ladder.guard_priority}); "
+        "give less important requests a larger priority ([workload] priorities), or lower [policy] guard_priority"
+    ]
 
 
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:

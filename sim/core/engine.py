@@ -145,6 +145,10 @@ class EngineCore:
         """`(request_id, block_table)` of every running request, as they are now."""
         return [(request.request_id, tuple(request.table.blocks)) for request in self._scheduler.running.values()]
 
+    def diagnose(self) -> tuple[str, ...]:
+        """What the admission policy made requests wait for, in sentences, when a reader of the results should know."""
+        return self._admission.diagnose()
+
     def take_ended(self) -> list[Request]:
         """Requests that ended since the last call, in order."""
         ended, self._ended = self._ended, []
