@@ -93,6 +93,8 @@ class Durations:
 
     def before_fs(self, step: int) -> int:
         """Time from the start of the stretch to the start of `step` (equally: to the end of `step - 1`)."""
+        if len(self.segments) == 1:  # nearly always
+            return self.segments[0].total_fs(step)
         total = 0
         for segment in self.segments:
             if step <= segment.steps:
@@ -103,6 +105,8 @@ class Durations:
 
     def moment_fs(self, step: int) -> int:
         """Sum of `i * duration_i` over steps i in [0, step)."""
+        if len(self.segments) == 1:
+            return self.segments[0].moment_fs(step)
         total = done = 0
         for segment in self.segments:
             taken = min(step - done, segment.steps)
