@@ -184,6 +184,37 @@ def diagnose_command(
     )
 
 
+@app.command(
+    "bisect",
+    epilog=_example("kvtwin bisect requests.csv server.toml --fails oom --state bisect-state.json --out culprit"),
+)
+@takes_scenario
+def bisect_command(
+    scenario: Scenario,
+    requests: Annotated[
+        Path, typer.Argument(metavar="REQUESTS", help="The load that fails: a trace in any format that --trace reads.")
+    ],
+    fails: Annotated[
+        str,
+        typer.Option(
+            "--fails",
+            metavar="WHAT",
+            help="What counts as failing: any (oom or failed), oom, failed, preempted, rejected, timed_out, or module:function.",
+        ),
+    ] = "any",
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", metavar="FILE", help="Keep every answer here, and go on from it when it exists."),
+    ] = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """The smallest part of a load that still fails, with the shortest lengths and the smallest batch."""
+    from .bisect import bisect
+
+    return bisect(requests, scenario, fails=fails, state=state, out=out, json=json)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -136,7 +136,8 @@ def other_process(case: Case) -> Iterator[Verdict]:
             yield Candidate(cause=Cause.OTHER_PROCESS, score=0.5, evidence=(f"the text says “{said}”",))
         return
     total = case.total_bytes
-    bonus, words = (0.2, (f"the text says “{said}”",)) if said else (0.0, ())
+    bonus = 0.2 if said else 0.0
+    words: tuple[str, ...] = (f"the text says “{said}”",) if said else ()
     held = sum(size.bytes for _, size in oom.others)
     if held:
         listed = ", ".join(f"process {pid} holds {size}" for pid, size in oom.others)
