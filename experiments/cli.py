@@ -145,9 +145,7 @@ def validate_command(
         list[str] | None, typer.Option("--preset", metavar="NAME", help="Only this preset; may be repeated.")
     ] = None,
     junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the verdicts as one page.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the verdicts as one page.")] = None,
     out: Out = None,
     json: Json = False,
 ) -> int:
@@ -221,6 +219,37 @@ def kernels_command(
     from .kernels import kernels
 
     return kernels(target, only=only, bench=bench, json=json)
+
+
+@app.command(
+    "bisect",
+    epilog=_example("kvtwin bisect requests.csv server.toml --fails oom --state bisect-state.json --out culprit"),
+)
+@takes_scenario
+def bisect_command(
+    scenario: Scenario,
+    requests: Annotated[
+        Path, typer.Argument(metavar="REQUESTS", help="The load that fails: a trace in any format that --trace reads.")
+    ],
+    fails: Annotated[
+        str,
+        typer.Option(
+            "--fails",
+            metavar="WHAT",
+            help="What counts as failing: any (oom or failed), oom, failed, preempted, rejected, timed_out, or module:function.",
+        ),
+    ] = "any",
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", metavar="FILE", help="Keep every answer here, and go on from it when it exists."),
+    ] = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """The smallest part of a load that still fails, with the shortest lengths and the smallest batch."""
+    from .bisect import bisect
+
+    return bisect(requests, scenario, fails=fails, state=state, out=out, json=json)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
