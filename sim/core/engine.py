@@ -505,10 +505,6 @@ class EngineCore:
         slots = scheduler.table_blocks * block_size
         usage, table_slots = [(0, self.pool.num_owned)], [slots]
         for ahead in range(1, result.steps):
-            if ahead == result.steps_computed:
-                if self._sink is not None:  # it was begun, and took nothing
-                    self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), {}, Decisions())
-                break
             grown: dict[int, list[int]] = {}
             if decode.num_needing_block(ahead):
                 grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
@@ -517,6 +513,8 @@ class EngineCore:
                 table_slots.append(slots)
             if self._sink is not None:
                 self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
+            if ahead == result.steps_computed:  # it ran out of memory: what it took goes back, as that of a single step does
+                scheduler.take_back_members(grown, ahead, plan.start_fs + result.durations.total_fs)
         return tuple(usage), tuple(table_slots)
 
     def _share_done(self, draft: Draft, request: Request) -> None:

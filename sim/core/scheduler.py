@@ -9,6 +9,7 @@ Source: vLLM V1 `Scheduler.schedule` (engine-policies §1.1.2); for the other ba
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from .admission import Admission, Rejection
 from .blocks import NO_BLOCK, BlockPool
@@ -526,14 +527,18 @@ class Scheduler:
 
     def take_back(self, draft: Draft, now_fs: int) -> None:
         """Undo the allocations of a step that computed nothing."""
-        for order in draft.decode_blocks:
-            request = self.running[order]
-            self._shorten(request, self.decode.computed(request), now_fs)
+        self.take_back_members(draft.decode_blocks, 0, now_fs)
         for share in draft.shares.values():
             computed_blocks = share.context_tokens // self.config.block_size
             self.pool.forget(share.request.table.blocks[computed_blocks : share.request.num_registered])
             share.request.num_registered = min(share.request.num_registered, computed_blocks)
             self._shorten(share.request, share.context_tokens, now_fs)
+
+    def take_back_members(self, grown: Iterable[int], ahead: int, now_fs: int) -> None:
+        """Undo the allocations of decode-set members, by admission order, for the step `ahead` steps from now."""
+        for order in grown:
+            request = self.running[order]
+            self._shorten(request, self.decode.computed(request) + ahead, now_fs)
 
     def _shorten(self, request: Request, tokens: int, now_fs: int) -> None:
         dropped = self._tables.truncate(request.table, tokens, f"{request.request_id} (step ran out of memory)")
