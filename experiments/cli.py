@@ -145,9 +145,7 @@ def validate_command(
         list[str] | None, typer.Option("--preset", metavar="NAME", help="Only this preset; may be repeated.")
     ] = None,
     junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the verdicts as one page.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the verdicts as one page.")] = None,
     out: Out = None,
     json: Json = False,
 ) -> int:

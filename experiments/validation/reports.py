@@ -22,7 +22,9 @@ def junit_text(cells: Sequence[Cell], seconds: float) -> str:
         time=f"{seconds:.3f}",
     )
     for cell in cells:
-        case = ElementTree.SubElement(suite, "testcase", classname=f"validate.{cell.device}.{cell.preset}", name=cell.scenario)
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"validate.{cell.device}.{cell.preset}", name=cell.scenario
+        )
         if not cell.ok:
             ElementTree.SubElement(case, "failure", message=_plain(cell.error or "")).text = _plain(cell.error or "")
     ElementTree.indent(suite)
@@ -42,14 +44,18 @@ def page_text(cells: Sequence[Cell], facts: Mapping[str, Any]) -> str:
     )
     head = "".join(f"<th>{html.escape(name)}</th>" for name in presets)
     rows = "".join(
-        f"<tr><th>{html.escape(name)}</th>" + "".join(_field(by_place.get((name, preset))) for preset in presets) + "</tr>"
+        f"<tr><th>{html.escape(name)}</th>"
+        + "".join(_field(by_place.get((name, preset))) for preset in presets)
+        + "</tr>"
         for name in scenarios
     )
     problems = "".join(
         f"<li><b>{html.escape(cell.scenario)}</b> under <b>{html.escape(cell.preset)}</b>: {html.escape(cell.error or '')}</li>"
         for cell in bad
     )
-    origin = "".join(f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(str(value))}</td></tr>" for key, value in facts.items())
+    origin = "".join(
+        f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(str(value))}</td></tr>" for key, value in facts.items()
+    )
     return _PAGE.format(
         verdict=html.escape(verdict),
         tone="bad" if bad else "good",
@@ -66,7 +72,9 @@ def _field(cell: Cell | None) -> str:
     facts = cell.facts
     title = cell.error or ", ".join(f"{key} {value}" for key, value in facts.items())
     sign = "ok" if cell.ok else "differs"
-    detail = f"{facts.get('preemptions', 0)} / {facts.get('prefix_hit_tokens', 0)} / {facts.get('swapped_out_blocks', 0)}"
+    detail = (
+        f"{facts.get('preemptions', 0)} / {facts.get('prefix_hit_tokens', 0)} / {facts.get('swapped_out_blocks', 0)}"
+    )
     return f'<td class="{"good" if cell.ok else "bad"}" title="{html.escape(title)}">{sign}<br><small>{detail}</small></td>'
 
 

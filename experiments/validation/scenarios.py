@@ -170,9 +170,7 @@ def _make(kind: str, variant: int) -> SmallScenario:
     if engine.sliding_window is not None:
         windowed = tuple(replace(part, window=engine.sliding_window) for part in shape.attention)
         shape = replace(shape, architecture="mistral", attention=windowed)
-    return SmallScenario(
-        name=f"{kind}-{variant}", requests=tuple(requests), engine=engine, shape=shape, seed=variant
-    )
+    return SmallScenario(name=f"{kind}-{variant}", requests=tuple(requests), engine=engine, shape=shape, seed=variant)
 
 
 SCENARIOS: dict[str, SmallScenario] = {

@@ -513,7 +513,9 @@ class EngineCore:
                 table_slots.append(slots)
             if self._sink is not None:
                 self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
-            if ahead == result.steps_computed:  # it ran out of memory: what it took goes back, as that of a single step does
+            if (
+                ahead == result.steps_computed
+            ):  # it ran out of memory: what it took goes back, as that of a single step does
                 scheduler.take_back_members(grown, ahead, plan.start_fs + result.durations.total_fs)
         return tuple(usage), tuple(table_slots)
 
