@@ -206,6 +206,21 @@ def diagnose_command(
     )
 
 
+@app.command("kernels", epilog=_example("kvtwin kernels --target sm_90"))
+def kernels_command(
+    target: Annotated[
+        str, typer.Option("--target", metavar="NAME", help="sm_80, sm_90, sm_100, or all of them.")
+    ] = "sm_90",
+    only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Kernels whose name has this.")] = None,
+    bench: Annotated[bool, typer.Option("--bench", help="Time them on this machine's GPU.")] = False,
+    json: Json = False,
+) -> int:
+    """Compile every Triton kernel for a target: registers, spills, shared memory, width of reads."""
+    from .kernels import kernels
+
+    return kernels(target, only=only, bench=bench, json=json)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -83,6 +83,7 @@ class PolicyTable(Table):
         0.0, ge=0, lt=1, description="share of the pool that admission leaves free for running requests to grow"
     )
     scheduler_reserve_full_isl: bool = Field(True, description="admit a request only if its whole prompt fits")
+    eviction: Literal["lru", "lfu", "priority"] = Field("lru", description="what the prefix cache forgets first")
     num_cpu_blocks: int = Field(
         0,
         ge=0,
@@ -124,6 +125,7 @@ class WorkloadTable(Table):
     output_tokens: _Length = Field(
         None, description="output length in tokens, or [smallest, largest], for the workload uniform"
     )
+    n: int = Field(1, ge=1, description="samples of each prompt; all share its blocks and leave together")
     arrival: str | None = Field(
         None, min_length=1, description="arrival process: poisson, gamma, on-off, deterministic or batch"
     )
@@ -154,6 +156,13 @@ class RunTable(Table):
     router: str = Field("round-robin", min_length=1, description="how requests are spread over the replicas")
     stepping: bool = Field(False, description="simulate every step by itself, without leaps")
     check: bool = Field(False, description="verify every invariant after every event")
+    memory_limit: bool | None = Field(
+        None,
+        description="let steps fail that need more memory than the account leaves; default: unless the pool alone is more than the GPU",
+    )
+    faults: list[dict[str, str | float]] | None = Field(
+        None, description="injected memory faults: kind, at_s, until_s, gib, every_s"
+    )
 
 
 TABLES: dict[str, type[Table]] = {
@@ -176,10 +185,12 @@ NAME_KEYS = {"name": ("model", "gpu", "workload", "policy"), "preset": ("policy"
 
 KEYS_WITHOUT_FLAG = frozenset(
     {
+        "eviction",
         "num_cpu_blocks",
         "admission",
         "guard_priority",
         "ladder",
+        "n",
         "arrival",
         "priorities",
         "cancel_age_mean_s",
@@ -198,6 +209,8 @@ KEYS_WITHOUT_FLAG = frozenset(
         "input_tokens",
         "output_tokens",
         "spread_ticks",
+        "memory_limit",
+        "faults",
     }
 )
 """Keys that only a scenario file, Python or pasted vLLM flags can set."""

@@ -6,8 +6,10 @@ The module is not called `simulate`, because importing it would then hide the fu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._version import __version__
@@ -22,14 +24,17 @@ if TYPE_CHECKING:
     from sim.core.config import EngineConfig
     from sim.core.engine import EngineCore
     from sim.core.plan import Executor
+    from sim.core.policy import Policy
+    from sim.core.request import RequestSpec
     from sim.costs.protocol import CostModel
+    from sim.memory.device import Device
     from sim.results.result import Result
     from sim.workload import BuiltWorkload
 
     from .scenario import Scenario
 
-PROFILES: tuple[str, ...] = ("roofline",)
-"""Cost models that a scenario can name."""
+ROOFLINE = "roofline"
+"""The default cost model: a GPU's data sheet with stated factors."""
 
 
 class RealEngine(Protocol):
@@ -65,7 +70,18 @@ def simulate(
 
     Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
     """
-    from sim.results import Result, mark_columns, request_columns, summarize, timeline_columns
+    from sim.core.request import samples
+    from sim.results import (
+        Result,
+        bill_columns,
+        mark_columns,
+        memory_columns,
+        oom_log,
+        oom_snapshot,
+        request_columns,
+        summarize,
+        timeline_columns,
+    )
     from sim.world.run import run_world
 
     started_s = time.perf_counter()
@@ -73,16 +89,20 @@ def simulate(
     run = resolved["run"]
 
     built = build_workload(resolved, replication)
-    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
+    sent = [sample for spec in built.requests for sample in samples(replace(spec, n=resolved["workload"]["n"]))]
+    config, policy = choose_policy(
+        resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
+    )
+    memory = device(resolved)
     real = None
     if executor is None and run["executor"] == "torch":
-        real = real_engine(resolved, built)
+        real = real_engine(resolved, sent)
         executor = real.executor
     prices = cost or cost_model(resolved)
     record = run_world(
         config,
         prices,
-        built.requests,
+        sent,
         replicas=run["replicas"],
         router=run["router"],
         max_concurrency=resolved["workload"]["max_concurrency"],
@@ -90,6 +110,8 @@ def simulate(
         check=run["check"],
         decision_log=decision_log,
         policy=policy,
+        device=memory,
+        memory_limit=has_memory_limit(resolved, memory),
         executor=executor,
     )
     requests, timeline = request_columns(record), timeline_columns(record)
@@ -100,7 +122,13 @@ def simulate(
         seed=run["seed"],
         version=__version__,
         limits_s=resolved.slo.limits_s if resolved.slo else None,
-        warnings=[*resolved.warnings, *(prices.warnings() if executor is None else []), *unsteady],
+        warnings=[
+            *resolved.warnings,
+            *(prices.warnings() if executor is None else []),
+            *_idle_ladder(policy, sent),
+            *dict.fromkeys(sentence for recorder in record.recorders for sentence in recorder.core.diagnose()),
+            *unsteady,
+        ],
         notes=built.notes,
         wall_time_s=time.perf_counter() - started_s,
     )
@@ -112,6 +140,10 @@ def simulate(
         request_columns=requests,
         timeline_columns=timeline,
         mark_columns=mark_columns(record),
+        memory_columns=memory_columns(record),
+        bill_columns=bill_columns(record.requests, config.block_size, memory.block_bytes(config.num_gpu_blocks)),
+        oom_log=oom_log(record, _arguments(resolved, config)),
+        oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
         provenance=facts,
         scenario=resolved.as_dict(),
@@ -168,26 +200,63 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     )
 
 
+def device(resolved: Resolved) -> Device:
+    """The memory of one GPU, with the faults that the scenario injects. Raises ConfigError for a fault that makes no sense."""
+    from sim.memory.device import Device
+    from sim.memory.faults import read_faults
+
+    return Device(resolved.model, resolved.gpu, resolved.ledger, read_faults(resolved["run"]["faults"]))
+
+
+def _arguments(resolved: Resolved, config: EngineConfig) -> dict[str, Any]:
+    """What an engine prints of its settings when it starts."""
+    engine = resolved["engine"]
+    return {
+        "model": resolved.model.name,
+        "gpu": resolved.gpu.name,
+        **{key: engine[key] for key in ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_dtype")},
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+        "num_gpu_blocks": config.num_gpu_blocks,
+    }
+
+
+def has_memory_limit(resolved: Resolved, memory: Device) -> bool:
+    """Whether steps may run out of memory. A pool of more blocks than the GPU has is a what-if, unless the scenario insists."""
+    asked = resolved["run"]["memory_limit"]
+    return memory.workspace_bytes > 0 if asked is None else bool(asked)
+
+
 def cost_model(resolved: Resolved) -> CostModel:
-    """The cost model that the scenario names. Raises ScenarioError for an unknown one."""
+    """The cost model that the scenario names: `roofline`, `auto`, a profile of the library, or a profile file.
+
+    Raises ScenarioError for an unknown one, ConfigError for one that cannot price this scenario.
+    """
     from sim.costs import Roofline
+    from sim.costs.library import AUTO, fitted_cost, profile_names
 
     profile = resolved["gpu"]["profile"]
-    if profile not in PROFILES:
+    settings = {
+        "dtype": resolved["model"]["dtype"],
+        "quantization": resolved["model"]["quantization"],
+        **{
+            key: resolved["engine"][key]
+            for key in ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
+        },
+    }
+    if profile == ROOFLINE:
+        return Roofline(resolved.model, resolved.gpu, **settings)
+    known = (ROOFLINE, AUTO, *profile_names())
+    if profile not in known and not Path(profile).is_file():
         raise ScenarioError(
-            f"[gpu] profile is {profile!r}; this version has {', '.join(PROFILES)}; nearest is {nearest(profile, PROFILES)}"
+            f"[gpu] profile is {profile!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(profile, known)}"
         )
-    keys = ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
-    return Roofline(
-        resolved.model,
-        resolved.gpu,
-        dtype=resolved["model"]["dtype"],
-        quantization=resolved["model"]["quantization"],
-        **{key: resolved["engine"][key] for key in keys},
-    )
+    return fitted_cost(profile, resolved.model, resolved.gpu, **settings)
 
 
-def real_engine(resolved: Resolved, built: BuiltWorkload) -> RealEngine:
+def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:
     """What runs this scenario on a device. Raises ScenarioError where the software for it is missing, ConfigError for a model or
     device that cannot be run.
     """
@@ -195,8 +264,18 @@ def real_engine(resolved: Resolved, built: BuiltWorkload) -> RealEngine:
         make = getattr(import_module("gpu.real_engine"), "for_scenario")  # noqa: B009 - by name: the simulator needs no GPU software
     except ImportError as error:
         raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
-    engine: RealEngine = make(resolved.tables, resolved.model, built.requests)
+    engine: RealEngine = make(resolved.tables, resolved.model, requests)
     return engine
+
+
+def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
+    """A ladder that may touch nobody is probably not what was meant."""
+    if policy.ladder is None or any(spec.priority > policy.ladder.guard_priority for spec in requests):
+        return []
+    return [
+        f"the ladder touches nobody: every request is at least as important as its guard (priority {policy.ladder.guard_priority}); "
+        "give less important requests a larger priority ([workload] priorities), or lower [policy] guard_priority"
+    ]
 
 
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:

@@ -13,6 +13,8 @@ from sim.core.clock import FS_PER_S, to_s
 from sim.core.config import EngineConfig
 from sim.core.engine import Committed, EngineCore
 from sim.core.plan import Durations, StepPlan, StepResult
+from sim.core.policies import PRESETS
+from sim.core.policy import Policy
 from sim.core.request import Outcome, Request, RequestSpec
 
 
@@ -58,15 +60,28 @@ class DrivenStep:
 
 
 class EngineDriver:
-    """A decision core driven by hand, a second a step; its books are checked after every event."""
+    """A decision core driven by hand, a second a step; its books are checked after every event. `preset` names its policy."""
 
-    def __init__(self, num_gpu_blocks: int, block_size: int, **settings: object) -> None:
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        block_size: int,
+        *,
+        policy: Policy | None = None,
+        preset: str | None = None,
+        **settings: object,
+    ) -> None:
         settings.setdefault("max_num_seqs", min(1024, settings.get("max_num_batched_tokens", 1024)))
+        config = EngineConfig(num_gpu_blocks=num_gpu_blocks, block_size=block_size, **settings)
+        if preset is not None:
+            made = PRESETS[preset](config)
+            config, policy = made.configure(config), made.policy
         self.log: list[dict[str, object]] = []
         self.ended: list[Request] = []
         self.now_fs = 0
         self.core = EngineCore(
-            EngineConfig(num_gpu_blocks=num_gpu_blocks, block_size=block_size, **settings),
+            config,
+            policy=policy,
             decision_sink=lambda entry, start_fs: self.log.append(entry),
         )
         self.pool = self.core.pool

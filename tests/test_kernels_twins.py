@@ -49,7 +49,10 @@ def test_decode_twin_is_the_formula(shape):
     decode_attention_twin(call, compute=torch.float64)
     for seq, length in enumerate(batch.lengths):
         torch.testing.assert_close(
-            call.out[seq : seq + 1].double(), dense(batch, seq, call.query[seq : seq + 1], [length - 1]), atol=1e-6, rtol=0
+            call.out[seq : seq + 1].double(),
+            dense(batch, seq, call.query[seq : seq + 1], [length - 1]),
+            atol=1e-6,
+            rtol=0,
         )
 
 
@@ -144,7 +147,14 @@ def test_top_k_keeps_the_k_largest_and_everything_equal_to_the_last():
 
 def test_top_p_keeps_the_smallest_set_that_reaches_the_share():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    for share, kept in ((0.01, {0}), (0.49, {0}), (0.51, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2}), (0.999, {0, 1, 2, 3})):
+    for share, kept in (
+        (0.01, {0}),
+        (0.49, {0}),
+        (0.51, {0, 1}),
+        (0.79, {0, 1}),
+        (0.81, {0, 1, 2}),
+        (0.999, {0, 1, 2, 3}),
+    ):
         assert {drawn(logits, top_p=share, uniform=u / 100)[0] for u in range(100)} == kept
 
 

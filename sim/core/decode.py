@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
+from .plan import Durations
 from .request import Request
 
 
@@ -26,9 +27,15 @@ class DecodeSet:
         self._fresh: dict[int, Request] = {}
         self._by_residue: list[dict[int, Request]] = [{} for _ in range(block_size)]
         self._completions: list[tuple[int, int, Request]] = []
+        self._longest: list[tuple[int, int, Request]] = []
+        """Heap of `(-anchor, order, request)`: members grow together, so the longest stays the longest until it leaves."""
         self._size = 0
         self._anchor_sum = 0
         self._dropped_sum = 0
+        self.busy_fs = 0
+        """Duration of all steps so far."""
+        self.clock_fs = 0
+        """Integral over them of the clock that each step ended with: a member that stays gains `anchor + clock` token-time."""
         self.version = 0
         """Changes whenever the members change."""
 
@@ -54,6 +61,15 @@ class DecodeSet:
         return self._anchor_sum + self._size * (self.clock + 1) - self._dropped_sum
 
     @property
+    def max_context_tokens(self) -> int:
+        """The longest KV length the next step reads, its new token included; 0 without members, or if some dropped tokens."""
+        if self._dropped_sum:
+            return 0
+        while self._longest and not self._is_longest(self._longest[0]):
+            heappop(self._longest)
+        return self.clock + 1 - self._longest[0][0] if self._longest else 0
+
+    @property
     def computed_tokens(self) -> int:
         """Sum over members of computed tokens."""
         return self._anchor_sum + self._size * self.clock - self._dropped_sum
@@ -63,16 +79,19 @@ class DecodeSet:
         request.anchor = request.num_computed_tokens - self.clock
         request.finish_clock = self.clock + request.target_tokens - request.num_tokens
         request.decoding = True
+        request.settled_fs, request.settled_clock_fs = self.busy_fs, self.clock_fs
         self._fresh[request.order] = request
         self.version += 1
         self._by_residue[-request.anchor % self.block_size][request.order] = request
         heappush(self._completions, (request.finish_clock, request.order, request))
+        heappush(self._longest, (-request.anchor, request.order, request))
         self._size += 1
         self._anchor_sum += request.anchor
         self._dropped_sum += request.dropped_tokens
 
     def leave(self, request: Request) -> None:
         """Remove a member and store its token counts."""
+        self._settle(request)
         request.num_computed_tokens = self.computed(request)
         request.num_tokens = request.num_computed_tokens + 1
         request.decoding = False
@@ -87,6 +106,9 @@ class DecodeSet:
         if len(self._completions) > 64 + 2 * self._size:  # most entries belong to requests that left early
             self._completions = [entry for entry in self._completions if self._is_current(entry)]
             heapify(self._completions)
+        if len(self._longest) > 64 + 2 * self._size:
+            self._longest = [entry for entry in self._longest if self._is_longest(entry)]
+            heapify(self._longest)
 
     def retarget(self, request: Request, target_tokens: int) -> None:
         """Let a member finish at another length, which is above its known tokens."""
@@ -96,8 +118,29 @@ class DecodeSet:
 
     def drop(self, request: Request, tokens: int) -> None:
         """A member's context lost `tokens` more tokens from its middle."""
+        self._settle(request)
         request.dropped_tokens += tokens
         self._dropped_sum += tokens
+
+    def passed(self, durations: Durations, computed: int, failed: bool) -> None:
+        """Steps were done, in the first `computed` of which every member computed a token; the last may have `failed`.
+
+        Called before `advance`. A step that computes counts with the tokens it writes.
+        """
+        total_fs = durations.total_fs
+        self.busy_fs += total_fs
+        if not computed:
+            self.clock_fs += self.clock * total_fs
+            return
+        self.clock_fs += (self.clock + 1) * total_fs + durations.moment_fs(durations.steps)
+        if failed:  # it has the tokens of the step before it
+            self.clock_fs -= total_fs - durations.before_fs(computed)
+
+    def _settle(self, request: Request) -> None:
+        """Count a member's token-time up to now."""
+        tokens = request.anchor - request.dropped_tokens
+        request.token_fs += tokens * (self.busy_fs - request.settled_fs) + self.clock_fs - request.settled_clock_fs
+        request.settled_fs, request.settled_clock_fs = self.busy_fs, self.clock_fs
 
     def advance(self, steps: int, first_end_fs: int, end_fs: int) -> None:
         """Every member computed one token in each of `steps` steps, the first of which ended at `first_end_fs`, the last at `end_fs`.
@@ -151,3 +194,8 @@ class DecodeSet:
     def _is_current(self, entry: tuple[int, int, Request]) -> bool:
         finish_clock, order, request = entry
         return request.decoding and request.finish_clock == finish_clock and request.order == order
+
+    @staticmethod
+    def _is_longest(entry: tuple[int, int, Request]) -> bool:
+        anchor, _, request = entry
+        return request.decoding and request.anchor == -anchor

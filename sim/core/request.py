@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .prefix import BlockKeys
+    from .sharing import Run
     from .tables import BlockTable
 
 
@@ -47,13 +48,17 @@ class RequestSpec:
     content_block_tokens: int = 0
     """Tokens named by one content id: 512 in the Mooncake traces, the block size when ids are made from real tokens."""
     namespace: Namespace = Namespace()
+    n: int = 1
+    """Samples of this prompt to produce; see `samples`."""
+    sample_of: str = ""
+    """Requests with the same value here have the same prompt, named or not."""
     cancel_after_s: float | None = None
     """The client goes away this long after arrival, if it is not served by then."""
     timeout_s: float | None = None
     """The client gives up this long after arrival, if it is not served by then."""
 
     def __post_init__(self) -> None:
-        for name in ("input_tokens", "output_tokens", "max_tokens"):
+        for name in ("input_tokens", "output_tokens", "max_tokens", "n"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"request {self.request_id}: {name} is {value}; it must be at least 1")
@@ -74,6 +79,18 @@ class RequestSpec:
         if named and len(self.content_ids) <= -(-self.input_tokens // self.content_block_tokens):
             named = min(named, self.input_tokens)  # the last id names a part of its span: what follows it is output
         return named
+
+
+def samples(spec: RequestSpec) -> tuple[RequestSpec, ...]:
+    """The `n` requests that stand for one request with `n` samples, as in vLLM V1: each is scheduled on its own, all share the
+    full blocks of their prompt, and all leave when the client leaves. They are called `id#0`, `id#1`, ….
+    """
+    if spec.n == 1:
+        return (spec,)
+    return tuple(
+        replace(spec, request_id=f"{spec.request_id}#{index}", n=1, sample_of=spec.request_id)
+        for index in range(spec.n)
+    )
 
 
 class State(Enum):
@@ -135,10 +152,15 @@ class Request:
         "retry_after_s",
         "scheduled_fs",
         "seq",
+        "settled_clock_fs",
+        "settled_fs",
+        "shared_fs",
+        "shared_runs",
         "spec",
         "state",
         "table",
         "target_tokens",
+        "token_fs",
     )
 
     def __init__(self, spec: RequestSpec, seq: int, arrival_fs: int, keys: BlockKeys, table: BlockTable) -> None:
@@ -195,6 +217,15 @@ class Request:
         self.held_since_fs = 0
         self.kv_block_fs = 0
         """Integral of blocks held over time; a shared block counts for each holder."""
+        self.shared_fs: dict[int, int] = {}
+        """Part of it by the number of holders the blocks had, from two on."""
+        self.shared_runs: list[Run] = []
+        """Shared blocks that it holds now."""
+        self.token_fs = 0
+        """Integral over time of the tokens in its blocks (of a decoding request, up to `settled_fs`)."""
+        self.settled_fs = 0
+        self.settled_clock_fs = 0
+        """The decode set's `busy_fs` and `clock_fs` up to which `token_fs` is counted."""
 
     @property
     def request_id(self) -> str:

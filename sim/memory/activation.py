@@ -92,26 +92,31 @@ def _operators(model: ModelShape, gpu: Gpu, settings: Settings, tokens: int, ele
     return found
 
 
-def plain_attention_ops(kind: AttentionShape, length: int, tensor_parallel_size: int, element: int) -> list[Op]:
+def plain_attention_ops(
+    kind: AttentionShape, length: int, tensor_parallel_size: int, element: int, *, queries: int | None = None
+) -> list[Op]:
     """What attention writes out when it falls back to plain matrix products over one sequence of `length` tokens.
 
     Scores in fp32, `heads * length^2 * 4` bytes, their softmax in the model's format, and a mask that is built beside them; and keys
-    and values are copied out for every query head that shares them.
+    and values are copied out for every query head that shares them. With `queries` only so many of the tokens are computed
+    now: a chunk of a longer prompt has `heads * queries * length` scores.
     """
     heads = kind.num_heads // tensor_parallel_size
     kv = kind.head_dim * heads
+    pairs = length * (length if queries is None else queries)
+    square = f"{length}^2" if queries in (None, length) else f"{queries} x {length}"
     return [
         Op(
             name="attention scores",
-            requested_bytes=heads * length * length * 4,
-            formula=f"{heads} heads x {length}^2 x 4 B",
+            requested_bytes=heads * pairs * 4,
+            formula=f"{heads} heads x {square} x 4 B",
         ),
         Op(
             name="attention probabilities",
-            requested_bytes=heads * length * length * element,
-            formula=f"{heads} heads x {length}^2 x {element} B",
+            requested_bytes=heads * pairs * element,
+            formula=f"{heads} heads x {square} x {element} B",
         ),
-        Op(name="attention mask", requested_bytes=length * length * element, formula=f"{length}^2 x {element} B"),
+        Op(name="attention mask", requested_bytes=pairs * element, formula=f"{square} x {element} B"),
         _tensor("contiguous copies of key and value", length, 2 * kv, element),
     ]
 

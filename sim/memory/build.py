@@ -161,6 +161,7 @@ def _ledger(
         max_concurrency=concurrency,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        settings=settings,
         in_flight_tokens=in_flight,
         warnings=warnings,
     )

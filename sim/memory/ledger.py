@@ -17,6 +17,7 @@ from .ops import Op, Peak
 
 if TYPE_CHECKING:
     from .kv_groups import KvLayout
+    from .settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,8 @@ class Ledger:
     """As asked for, or the default for the GPU and release."""
     max_num_batched_tokens: int
     """As asked for, or the default for the GPU and release."""
+    settings: Settings
+    """Every setting that the account was drawn up for, as asked for or by default."""
     in_flight_tokens: int
     """Tokens that may be scheduled and not yet done: what sliding windows keep beyond their window."""
     warnings: tuple[str, ...] = ()

@@ -30,17 +30,28 @@ _PARTS: dict[int, tuple[tuple[str, int], ...]] = {
 }
 
 
-def sampler_peak(model: ModelShape, gpu: Gpu, settings: Settings, *, tokens: int) -> Peak:
-    """The sampler's peak over `max_num_seqs` rows, after a forward pass over `tokens` tokens whose result is still alive."""
-    rows, release = min(settings.max_num_seqs, tokens), settings.release
+KERNEL_ROWS = "rows of the top-k / top-p kernel"
+"""The one operator here that stops growing with the rows: at one a multiprocessor."""
+
+
+def sampler_peak(
+    model: ModelShape, gpu: Gpu, settings: Settings, *, tokens: int, sampled_rows: int | None = None
+) -> Peak:
+    """The sampler's peak after a forward pass over `tokens` tokens whose result is still alive.
+
+    `sampled_rows=None` is the start-up profile: `max_num_seqs` rows, and random states to sample from. A step that serves samples
+    its own rows of the states it computed.
+    """
+    release = settings.release
+    rows = min(settings.max_num_seqs, tokens) if sampled_rows is None else sampled_rows
     ops = [*_logits(model, settings, rows, tokens), cublas_workspace(gpu)]
     parts = _PARTS[release.sampler_bytes_per_logit]
     ops += [_rows(name, rows, model.vocab_size, size) for name, size in parts]
     if release.sampler_kernel:
         # vLLM draws random states to sample from, beside the gathered ones; and keeps a row for every program of the kernel.
-        ops.append(_rows("random hidden states", rows, model.hidden_size, DTYPE_BYTES[settings.dtype]))
-        programs = min(gpu.sm_count, rows)
-        ops.append(_rows("rows of the top-k / top-p kernel", programs, model.vocab_size, 4))
+        if sampled_rows is None:
+            ops.append(_rows("random hidden states", rows, model.hidden_size, DTYPE_BYTES[settings.dtype]))
+        ops.append(_rows(KERNEL_ROWS, min(gpu.sm_count, rows), model.vocab_size, 4))
     workspace = moe_workspace(model, tokens, settings.tensor_parallel_size, DTYPE_BYTES[settings.dtype])
     if workspace is not None and release.moe_workspace_persists:
         ops.append(workspace)
@@ -48,9 +59,11 @@ def sampler_peak(model: ModelShape, gpu: Gpu, settings: Settings, *, tokens: int
     return Peak(phase="sampler", ops=tuple(ops), profiled=True)
 
 
-def logits_peak(model: ModelShape, gpu: Gpu, settings: Settings, *, tokens: int) -> Peak:
-    """The LM head alone: gathered logits of `max_num_seqs` rows."""
-    rows = min(settings.max_num_seqs, tokens)
+def logits_peak(
+    model: ModelShape, gpu: Gpu, settings: Settings, *, tokens: int, sampled_rows: int | None = None
+) -> Peak:
+    """The LM head alone: gathered logits of `sampled_rows` rows, `max_num_seqs` in the profile."""
+    rows = min(settings.max_num_seqs, tokens) if sampled_rows is None else sampled_rows
     ops = (*_logits(model, settings, rows, tokens), cublas_workspace(gpu))
     return Peak(phase="logits", ops=ops, profiled=True)
 
@@ -68,8 +81,8 @@ def prompt_logprobs_peak(model: ModelShape, settings: Settings, *, tokens: int) 
     return Peak(phase="prompt_logprobs", ops=ops, profiled=False)
 
 
-def verification_peak(model: ModelShape, settings: Settings) -> Peak | None:
-    """Rejection sampling of K draft tokens a sequence; None without speculation.
+def verification_peak(model: ModelShape, settings: Settings, *, seqs: int | None = None) -> Peak | None:
+    """Rejection sampling of K draft tokens for each of `seqs` sequences (None: `max_num_seqs`); None without speculation.
 
     The target's logits of (1 + K) rows a sequence, their fp32 form for the K draft rows, and its clone. Profiled by no release up to
     0.29: with 1,024 sequences, K = 7 and a vocabulary of 151,936 the fp32 form alone is 4.06 GiB (vLLM issue 48037).
@@ -77,7 +90,7 @@ def verification_peak(model: ModelShape, settings: Settings) -> Peak | None:
     drafts = settings.num_speculative_tokens
     if not drafts:
         return None
-    seqs, vocabulary = settings.max_num_seqs, model.vocab_size
+    seqs, vocabulary = settings.max_num_seqs if seqs is None else seqs, model.vocab_size
     ops = (
         _rows("target logits", (1 + drafts) * seqs, vocabulary, DTYPE_BYTES[settings.dtype]),
         _rows("draft rows in fp32", drafts * seqs, vocabulary, 4),

@@ -23,13 +23,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
     Raises OSError (nothing is left behind, and an older file at `path` stays as it was).
     """
+    return write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Put `data` at `path`, as `write_text` does."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # The temporary file is in the same folder, because a rename is atomic only within one file system.
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
         Path(temporary).chmod(_mode(target))
         Path(temporary).replace(target)
     except BaseException:

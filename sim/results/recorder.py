@@ -16,6 +16,8 @@ from sim.core.engine import Arrived, Committed, EngineCore
 from sim.core.plan import Segment, StepPlan, StepResult
 from sim.core.request import Outcome, Request
 
+from .memory_record import MemoryRecord, RowMemory
+
 
 @dataclass(slots=True)
 class Row:
@@ -37,6 +39,8 @@ class Row:
     """The engine's version when nothing but decodes was scheduled: equal versions of neighbours make one row."""
     open: bool = True
     """Whether a step of it is under way."""
+    memory: RowMemory | None = None
+    """What its steps needed, where the device is known."""
 
 
 @dataclass(slots=True)
@@ -61,9 +65,11 @@ class Integrals:
 class Recorder:
     """Listens to one replica."""
 
-    def __init__(self, replica: int, core: EngineCore) -> None:
+    def __init__(self, replica: int, core: EngineCore, memory: MemoryRecord | None = None) -> None:
         self.replica = replica
         self.core = core
+        self.memory = memory
+        """The record of the device's memory, where the device is known."""
         self.rows: list[Row] = []
         self.ended_requests: list[Request] = []
         self.marks: list[tuple[int, str, str]] = []
@@ -83,7 +89,7 @@ class Recorder:
         """A request was sent to this replica. It counts as waiting once a decision has left, or will leave, it in the queue."""
         self.num_events += 1
         self._count_in_system(core.num_unfinished, arrived.request.arrival_fs)
-        if self._row is not None and self._row.open and (self._row.waiting or not arrived.may_change_plan):
+        if self._row is not None and self._row.open and (self._row.waiting or not arrived.may_start):
             self._row.waiting = max(self._row.waiting, core.num_waiting)
 
     def planned(self, plan: StepPlan, core: EngineCore) -> None:
@@ -125,6 +131,8 @@ class Recorder:
         row.decode_tokens += plan.shape.decode_seqs * committed.computed
         if result.oom is not None:
             self.marks.append((row.end_fs, "oom", result.oom.op))
+        if self.memory is not None:
+            row.memory = self.memory.committed(row.memory, plan, result, committed)
         if committed.first_gap_fs is not None:
             self.gap_segments.append(Segment(1, committed.first_gap_fs))
             self.gap_segments += result.durations.prefix(committed.computed).without_first().segments
@@ -163,17 +171,21 @@ class Recorder:
 
     def _integrate(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
         integrals, durations, seqs = self.integrals, result.durations, plan.shape.decode_seqs
+        # A step that ran out of memory writes nothing: it has the tokens of the step before it.
+        failed = result.steps - 1 if result.oom is not None and committed.computed else None
         start_fs = start_moment_fs = 0
         for index, (step, used) in enumerate(committed.usage):
             next_step = committed.usage[index + 1][0] if index + 1 < len(committed.usage) else result.steps
             end_fs, end_moment_fs = durations.before_fs(next_step), durations.moment_fs(next_step)
+            if failed is not None and next_step > failed:
+                end_moment_fs -= end_fs - durations.before_fs(failed)
             span_fs = end_fs - start_fs
             slots = committed.table_slots[index]
             written_fs = committed.written_tokens * span_fs + seqs * (end_moment_fs - start_moment_fs)
             integrals.time_by_used_blocks[used] = integrals.time_by_used_blocks.get(used, 0) + span_fs
             integrals.table_slots += slots * span_fs
             integrals.unfilled_slots += slots * span_fs - written_fs
-            unfilled = (slots - committed.written_tokens - seqs * step) / slots
+            unfilled = (slots - committed.written_tokens - seqs * (step - (step == failed))) / slots
             integrals.worst_unfilled = max(integrals.worst_unfilled, unfilled)
             start_fs, start_moment_fs = end_fs, end_moment_fs
 

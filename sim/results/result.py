@@ -7,13 +7,16 @@ for, so that a simulation costs no more than its events.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .files import write_csv, write_json, write_text
+from .bill import BILL_COLUMNS
+from .files import write_bytes, write_csv, write_json, write_text
+from .memory_curve import MEMORY_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,6 +126,14 @@ class Result:
     """One list a column of timeline.csv, one entry an interval of equal engine steps."""
     mark_columns: Mapping[str, Sequence[Any]]
     """One list a column of marks.csv, one entry an event."""
+    memory_columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """One list a column of memory.csv, one entry a moment; none when the device was not known."""
+    bill_columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """One list a column of bill.csv, one entry a request."""
+    oom_log: str = ""
+    """What an engine would have logged of the steps that ran out of memory; empty when none did."""
+    oom_snapshot: Mapping[str, Any] | None = None
+    """What PyTorch's memory snapshot would have held when the first of them did."""
     ledger: Ledger | None = None
     """The memory account the pool was sized with; None when the number of blocks was given."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -135,6 +146,8 @@ class Result:
             ("request_columns", REQUEST_COLUMNS),
             ("timeline_columns", TIMELINE_COLUMNS),
             ("mark_columns", MARK_COLUMNS),
+            ("memory_columns", MEMORY_COLUMNS),
+            ("bill_columns", BILL_COLUMNS),
         ):
             object.__setattr__(self, name, _in_order(name, getattr(self, name), contract))
 
@@ -153,6 +166,16 @@ class Result:
         """Preemptions, rejections, aborts, time-outs, failures and out-of-memory events, one row each."""
         return _frame(self.mark_columns, MARK_COLUMNS)
 
+    @cached_property
+    def memory(self) -> pd.DataFrame:
+        """The memory of the tightest replica over time, the columns of memory.csv in their order."""
+        return _frame(self.memory_columns, MEMORY_COLUMNS)
+
+    @cached_property
+    def bill(self) -> pd.DataFrame:
+        """What each request's KV memory came to, the columns of bill.csv in their order."""
+        return _frame(self.bill_columns, BILL_COLUMNS)
+
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the one-file HTML report to `path`, atomically, and return the path. It loads nothing from anywhere.
 
@@ -165,6 +188,7 @@ class Result:
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write summary.json, requests.csv, timeline.csv, marks.csv and report.html into `directory`, each atomically.
 
+        Where they are known, memory.csv and bill.csv too; and oom.log and oom_snapshot.pickle when a step ran out of memory.
         The report comes last, so that a missing plotly costs only the report. Returns the folder.
         Raises ModuleNotFoundError when plotly is not installed, OSError when a file cannot be written.
         """
@@ -173,6 +197,13 @@ class Result:
         write_csv(folder / "requests.csv", self.request_columns)
         write_csv(folder / "timeline.csv", self.timeline_columns)
         write_csv(folder / "marks.csv", self.mark_columns)
+        for name, columns in (("memory.csv", self.memory_columns), ("bill.csv", self.bill_columns)):
+            if columns["replica" if name == "memory.csv" else "request_id"]:
+                write_csv(folder / name, columns)
+        if self.oom_log:
+            write_text(folder / "oom.log", self.oom_log)
+        if self.oom_snapshot is not None:
+            write_bytes(folder / "oom_snapshot.pickle", pickle.dumps(dict(self.oom_snapshot), protocol=4))
         self.report(folder / "report.html")
         return folder
 

@@ -105,10 +105,23 @@ def summarize(
         "prefix_hit_rate": hit / queried if queried else 0.0,
         "oom_events": sum(recorder.core.oom_events for recorder in recorders),
         "kv_block_seconds": sum(recorder.integrals.block_fs for recorder in recorders) / FS_PER_S,
+        **_memory(record),
         "warnings": list(warnings),
         "notes": list(notes),
     }
     return summary
+
+
+def _memory(record: RunRecord) -> dict[str, Any]:
+    """The tightest moments of the fullest replica's device, and what did not fit; empty where no device is known."""
+    records = [recorder.memory for recorder in record.recorders if recorder.memory is not None]
+    if not records:
+        return {}
+    return {
+        "peak_workspace_bytes": max(memory.peak_workspace_bytes for memory in records),
+        "min_headroom_bytes": min(memory.min_headroom_bytes for memory in records),
+        "oom_by_line": _count(event.report.op for memory in records for event in memory.ooms),
+    }
 
 
 def request_columns(record: RunRecord) -> dict[str, list[Any]]:

@@ -30,7 +30,9 @@ class ModelExecutor:
         if plan.repeat == 1:
             return StepResult(durations=Durations.one(self._cost.step_fs(shape)))
         return StepResult(
-            durations=self._cost.decode_stretch(shape.decode_seqs, shape.decode_context_tokens, plan.repeat)
+            durations=self._cost.decode_stretch(
+                shape.decode_seqs, shape.decode_context_tokens, plan.repeat, shape.decode_max_context_tokens
+            )
         )
 
 

@@ -12,14 +12,17 @@ from sim.core.engine import EngineCore, ProgressError
 from sim.core.log import DecisionSink
 from sim.core.plan import Executor
 from sim.core.policy import Policy
-from sim.core.request import Request, RequestSpec
+from sim.core.request import Request, RequestSpec, samples
 from sim.costs.protocol import CostModel
+from sim.memory.device import Device
+from sim.results.memory_record import MemoryRecord
 from sim.results.recorder import Recorder, RunRecord
 
 from .clients import closed_loop, open_loop, patience
 from .executors import HoldsBlocks, ModelExecutor
 from .replica import Replica
 from .router import ROUTERS
+from .workspace import WorkspaceExecutor
 
 
 def run_world(
@@ -35,13 +38,16 @@ def run_world(
     decision_log: Callable[[dict[str, object]], None] | None = None,
     executor: Callable[[EngineCore], Executor] | None = None,
     policy: Policy | None = None,
+    device: Device | None = None,
+    memory_limit: bool = True,
 ) -> RunRecord:
-    """Simulate `requests` (in order of arrival) on `replicas` equal engines until every one has ended.
+    """Simulate `requests`, in order of arrival, on `replicas` equal engines until every one has ended. One with `n` samples is n.
 
     `max_concurrency` makes the clients a closed loop. `stepping` turns leaps off; the result is the same. `check` verifies the
     engine's books after every event. `decision_log` gets every step's entry; with several replicas when the run is
     over, in order of time and with a `replica` key, because a leap writes its steps later than a single step would.
     `policy` decides where engines differ (default: vLLM V1). `executor` replaces the cost model by something that really runs.
+    `device` is the memory of every replica's GPU: it is recorded, and with `memory_limit` a step that needs more than is left fails.
 
     Raises ConfigError for settings that make no sense, IntegrityError or ProgressError if the core is at fault.
     """
@@ -51,6 +57,7 @@ def run_world(
         raise ConfigError(f"max_concurrency is {max_concurrency}; it must be at least 1")
     if router not in ROUTERS:
         raise ConfigError(f"router {router!r} is not known; known are {', '.join(ROUTERS)}")
+    requests = [sample for spec in requests for sample in samples(spec)]
     started = time.perf_counter()
     env = simpy.Environment(initial_time=0)  # integer femtoseconds, see sim.core.clock
     waiting_for: dict[str, simpy.Event] = {}
@@ -67,8 +74,10 @@ def run_world(
     log = None if decision_log is None else _Log(decision_log, replicas)
     for index in range(replicas):
         core = EngineCore(config, policy=policy, decision_sink=None if log is None else log.sink(index))
-        recorder = Recorder(index, core)
+        recorder = Recorder(index, core, None if device is None else MemoryRecord(device))
         served_by = ModelExecutor(cost) if executor is None else executor(core)
+        if device is not None and memory_limit:
+            served_by = WorkspaceExecutor(served_by, device, core)
         servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
         engines.append(core)
         executors.append(served_by)

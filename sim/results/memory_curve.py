@@ -1,0 +1,109 @@
+"""The memory curve of a run (`memory.csv`): what was allocated, reserved and left over time, line by line.
+
+A paged engine allocates its KV pool once, and a curve of that would be flat. So the pool counts here with its blocks in use, in
+`allocated_bytes` and in all that contains it; `kv_free_bytes` is the rest of it. Samples are taken between steps, when temporary
+tensors are gone: what they need at their widest is `workspace_bytes`, and the allocator keeps the most of it in `reserved_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sim.core.clock import to_s
+
+from .memory_record import MemoryRecord
+from .recorder import Recorder, Row, RunRecord
+
+MEMORY_COLUMNS: dict[str, str] = {
+    "time_s": "float",
+    "allocated_bytes": "int",
+    "reserved_bytes": "int",
+    "in_use_bytes": "int",
+    "total_bytes": "int",
+    "active_sequences": "int",
+    "tokens": "int",
+    "phase": "text",
+    "workspace_bytes": "int",
+    "workspace_phase": "text",
+    "headroom_bytes": "int",
+    "kv_used_bytes": "int",
+    "kv_free_bytes": "int",
+    "tensors_bytes": "int",
+    "non_torch_bytes": "int",
+    "other_processes_bytes": "int",
+    "replica": "int",
+}
+"""Columns of memory.csv, in order; bytes of one rank. A row is the end of an interval of steps of equal composition (a row of
+timeline.csv), or the beginning or end of an idle time (`phase` idle). `allocated_bytes` are tensors that live between steps,
+`reserved_bytes` what PyTorch holds, `in_use_bytes` the whole process; `tokens` are those in block tables. `workspace_bytes` is the
+most that a step of the interval needed for temporary tensors, in `workspace_phase`; `headroom_bytes` is the least that a step left,
+negative when that much was missing."""
+
+
+def tightest(record: RunRecord) -> Recorder | None:
+    """The replica that came closest to the end of its memory; None when no device is known."""
+    known = [recorder for recorder in record.recorders if recorder.memory is not None]
+    return min(known, key=_least_headroom, default=None)
+
+
+def memory_columns(record: RunRecord) -> dict[str, list[Any]]:
+    """The curve of the tightest replica; no columns when no device is known."""
+    recorder = tightest(record)
+    if recorder is None or recorder.memory is None:
+        return {}
+    samples = list(_samples(recorder, recorder.memory))
+    return {name: [sample[at] for sample in samples] for at, name in enumerate(MEMORY_COLUMNS)}
+
+
+def _least_headroom(recorder: Recorder) -> tuple[int, int]:
+    assert recorder.memory is not None
+    return recorder.memory.min_headroom_bytes, recorder.replica
+
+
+def _samples(recorder: Recorder, memory: MemoryRecord) -> Iterator[tuple[Any, ...]]:
+    device, replica = memory.device, recorder.replica
+    block_bytes = device.block_bytes(recorder.core.pool.num_blocks)
+    steady = None if device.faults else device.at(0)
+    kept = 0
+
+    def sample(time_fs: int, row: Row | None) -> tuple[Any, ...]:
+        nonlocal kept
+        held = steady or device.at(time_fs)
+        known = None if row is None else row.memory
+        used = 0 if row is None else row.used_blocks_end * block_bytes
+        if known is not None:
+            kept = max(kept, min(known.workspace_bytes, held.left_bytes))
+        allocated = held.tensors_bytes + held.private_bytes + used
+        reserved = allocated + kept + held.stuck_bytes + held.pending_bytes + held.cached_bytes
+        return (
+            to_s(time_fs),
+            allocated,
+            reserved,
+            reserved + held.non_torch_bytes,
+            device.total_bytes,
+            0 if row is None else row.running,
+            0 if known is None else known.tokens,
+            "idle" if row is None else "prefill" if row.prefill_tokens else "decode",
+            0 if known is None else known.workspace_bytes,
+            "" if known is None else known.phase,
+            held.left_bytes if known is None else known.headroom_bytes,
+            used,
+            held.kv_pool_bytes - used,
+            held.tensors_bytes + held.private_bytes,
+            held.non_torch_bytes,
+            held.others_bytes,
+            replica,
+        )
+
+    end_fs = 0
+    yield sample(0, None)
+    for row in recorder.rows:
+        if row.start_fs > end_fs:
+            if end_fs:
+                yield sample(end_fs, None)
+            yield sample(row.start_fs, None)
+        yield sample(row.end_fs, row)
+        end_fs = row.end_fs
+    if end_fs:
+        yield sample(end_fs, None)
