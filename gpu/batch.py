@@ -15,7 +15,7 @@ import torch
 
 from sim.core.blocks import NO_BLOCK
 
-_C_TYPES = {torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32, torch.float32: ctypes.c_float}
+_C_TYPES: dict[Any, Any] = {torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32, torch.float32: ctypes.c_float}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +188,10 @@ class BatchBuffers:
         """
         table, first = item.block_table, item.context_tokens
         last = first + item.num_tokens
-        if last > len(table) * block_size or any(table[i] == NO_BLOCK for i in range(first // block_size, -(-last // block_size))):
-            raise ValueError(f"{item.name} has no block for one of its tokens [{first}, {last}): its table is {list(table)}")
+        if last > len(table) * block_size or any(
+            table[i] == NO_BLOCK for i in range(first // block_size, -(-last // block_size))
+        ):
+            raise ValueError(
+                f"{item.name} has no block for one of its tokens [{first}, {last}): its table is {list(table)}"
+            )
         return [table[place // block_size] * block_size + place % block_size for place in range(first, last)]

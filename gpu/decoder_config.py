@@ -83,7 +83,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         shape = self.shape
         problems = {
-            f"its architecture is {shape.architecture}; {', '.join(FAMILIES)} can be": shape.architecture not in FAMILIES,
+            f"its architecture is {shape.architecture}; {', '.join(FAMILIES)} can be": shape.architecture
+            not in FAMILIES,
             "it is a mixture of experts": shape.moe is not None,
             "its attention is latent": any(kind.is_mla for kind in shape.attention),
             "its layers differ in heads": len({(k.num_heads, k.num_kv_heads, k.head_dim) for k in shape.attention}) > 1,

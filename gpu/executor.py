@@ -18,7 +18,7 @@ from .kernels.sampling import BrokenLogitsError, check_tokens
 from .model import Decoder
 from .out_of_memory import OUT_OF_MEMORY, oom_report
 from .plan_moves import PlanMoves
-from .pool import PagedKVPool
+from .pool import PagedKVPool, PoisonedReadError
 from .swap import BlockMover
 from .timing import step_timer
 from .tokens import TokenBook
@@ -222,9 +222,15 @@ class TorchExecutor:
         """Verify that the step stored the KV of all its tokens where their tables say. A chunk that samples nothing would
         otherwise hide a lost write until somebody reads it.
         """
-        for item in work:
-            last = item.context_tokens + item.num_tokens
-            self.pool.check_content(item.name, item.block_table, last, item.context_tokens)
+        try:
+            for item in work:
+                last = item.context_tokens + item.num_tokens
+                self.pool.check_content(item.name, item.block_table, last, item.context_tokens)
+        except PoisonedReadError:
+            self._name_culprit(
+                work
+            )  # NaN that was read is passed on: the first that is found need not be the first that was
+            raise
 
     def _name_culprit(self, work: list[Work]) -> None:
         """Find the block that a request should not have read."""

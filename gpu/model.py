@@ -83,7 +83,7 @@ class Decoder:
         self, index: int, layer: LayerWeights, batch: StepBatch, pool: PagedKVPool, work: Workspace, x: Any, out: Any
     ) -> None:
         config, shape = self.config, self.config.shape
-        rows, q_size, kv_size, head_dim = int(x.shape[0]), config.query_size, config.kv_size, config.head_dim
+        rows, q_size, head_dim = int(x.shape[0]), config.query_size, config.head_dim
         query, key, value = self._project(layer, work, x)
         self.ops.rope(query, key, self.rope_table, batch.positions)
         cache = pool.layer(index)
@@ -123,7 +123,8 @@ class Decoder:
             joined = work.take("qkv", (rows, q_size + 2 * kv_size), self.dtype)
             _linear(x, layer.qkv, layer.qkv_bias, joined)
             parts = joined.split((q_size, kv_size, kv_size), dim=1)
-            return tuple(part.view(rows, -1, head_dim) for part in parts)  # type: ignore[return-value]
+            query, key, value = (part.view(rows, -1, head_dim) for part in parts)
+            return query, key, value
         made: list[Any] = []
         start = 0
         for name, size, norm in (
@@ -163,7 +164,9 @@ class Decoder:
     def _logits(self, batch: StepBatch, work: Workspace, hidden: Any, residual: Any) -> Any:
         """Only rows that are sampled from see the last norm and the head."""
         shape, count = self.config.shape, int(batch.sample_rows.shape[0])
-        chosen = [work.take(name, (count, shape.hidden_size), self.dtype) for name in ("last", "last residual", "final")]
+        chosen = [
+            work.take(name, (count, shape.hidden_size), self.dtype) for name in ("last", "last residual", "final")
+        ]
         torch.index_select(hidden, 0, batch.sample_rows, out=chosen[0])
         torch.index_select(residual, 0, batch.sample_rows, out=chosen[1])
         logits = work.take("logits", (count, shape.vocab_size), self.dtype)
@@ -201,7 +204,9 @@ def decode_splits(config: DecoderConfig, engine: EngineConfig, device: Any) -> i
     )
 
 
-def workspace_bytes(config: DecoderConfig, engine: EngineConfig, *, element_bytes: int, num_splits: int, twins: bool) -> int:
+def workspace_bytes(
+    config: DecoderConfig, engine: EngineConfig, *, element_bytes: int, num_splits: int, twins: bool
+) -> int:
     """Bytes that the largest step of `engine` takes from the workspace; with `twins`, what torch twins take besides.
 
     Asked before the KV pool is sized, so that no step the core may plan overflows it.

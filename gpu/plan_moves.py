@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from sim.core.need import blocks_for
 from sim.core.plan import ScheduledRequest, StepPlan
 
 from .ops import Ops
+from .out_of_memory import OUT_OF_MEMORY
 from .pool import PagedKVPool
 from .swap import BlockMover
 
@@ -150,7 +152,12 @@ class PlanMoves:
         for key in [key for key, kept in self._saved.items() if key == name or kept & slots]:
             mover.cpu_pool.drop(key)  # its request ended while it was away: the core has given its slots to another
             del self._saved[key]
-        transfer = mover.swap_out(name, [block for block, _ in pairs])
+        try:
+            transfer = mover.swap_out(name, [block for block, _ in pairs])
+        except OUT_OF_MEMORY:
+            with suppress(KeyError):
+                mover.cpu_pool.drop(name)  # it will be tried again, and takes its slots then
+            raise
         if transfer is None:
             raise IntegrityError(
                 f"the CPU pool has {mover.cpu_pool.num_free} free slots for {len(pairs)} blocks of {name}; the core counted more"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class RealSettings:
     """Format of the KV cache; `auto` is that of the activations."""
     seed: int = 0
     """Root of prompts, random weights and sampling."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     """How tokens are chosen; greedy by default."""
     checked: bool = False
     """Poison what holds nothing and verify owners: slower, and any early release or wrong slot becomes an error with a name."""

@@ -57,7 +57,9 @@ class TokenBook:
         spec, known = self.spec(request_id), self._known[request_id]
         answer, index = self._sampled.setdefault(request_id, []), position - spec.input_tokens
         if position > len(known) or not 0 <= index <= len(answer):
-            raise ValueError(f"{request_id} got token {position}, but {len(known)} tokens are known and {len(answer)} sampled")
+            raise ValueError(
+                f"{request_id} got token {position}, but {len(known)} tokens are known and {len(answer)} sampled"
+            )
         named = self._named[request_id]
         del known[position:], answer[index:]
         known.append(named[index] if index < len(named) else token)

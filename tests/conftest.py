@@ -157,3 +157,15 @@ class EngineDriver:
 def drive() -> type[EngineDriver]:
     """Makes engine cores to be driven by hand: `drive(num_gpu_blocks=…, block_size=…, **settings)`."""
     return EngineDriver
+
+
+@pytest.fixture
+def cuda_device() -> str:
+    """The name of a CUDA device; skips where there is none, and fails where REQUIRE_GPU=1 says that there must be one."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        return "cuda"
+    reason = "torch sees no CUDA device"
+    if os.environ.get("REQUIRE_GPU") == "1":
+        pytest.fail(f"{reason}, but REQUIRE_GPU=1")
+    pytest.skip(reason)

@@ -43,7 +43,7 @@ class Cell:
 
 def check_cell(scenario: SmallScenario, name: str, device: str, reference: dict[str, list[int]] | None = None) -> Cell:
     """Run `scenario` under preset `name` in both worlds. `reference` saves computing the roomy run again."""
-    where = {"scenario": scenario.name, "preset": name, "device": device}
+    where: dict[str, Any] = {"scenario": scenario.name, "preset": name, "device": device}
     try:
         if reference is None:
             reference = reference_answers(scenario, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Recorded:
     decisions: list[dict[str, object]]
     recording: Recording
     """The duration of every step, and what ran out of memory."""
-    requests: list[Request]
+    requests: Sequence[Request]
     answers: dict[str, list[int]]
     """Sampled tokens of every request, as many as it was given."""
     leaked_blocks: int
