@@ -69,7 +69,9 @@ def fitted_cost(
         )
         notes.append(f"{model.name} is composed from the kernel terms of {profile.gpu}, not measured as a whole")
     if profile.gpu != device.name:
-        notes.append(f"profile {profile.name} was measured on {profile.gpu}, not on {device.name}: {_how_far(profile.gpu, device)}")
+        notes.append(
+            f"profile {profile.name} was measured on {profile.gpu}, not on {device.name}: {_how_far(profile.gpu, device)}"
+        )
     return FittedProfile(terms, name=f"{profile.kind}:{profile.name}", notes=(profile.origin, *notes))
 
 
@@ -87,16 +89,18 @@ def _chosen(
     raise ConfigError(f"profile is {chosen!r}, which is neither a file nor one of {known}")
 
 
-def nearest_profile(
-    model: ModelShape, device: Gpu, tp: int, quantized: str | None, notes: list[str]
-) -> ProfileFile:
+def nearest_profile(model: ModelShape, device: Gpu, tp: int, quantized: str | None, notes: list[str]) -> ProfileFile:
     """The profile of this very model on this GPU, or else the kernel terms of this GPU, or else of the GPU most like it.
 
     Appends to `notes` how far away it is. Raises: ConfigError when the library is empty.
     """
     profiles = [read_profile(FOLDER / f"{name}.json") for name in profile_names()]
     for profile in profiles:
-        if (profile.gpu, profile.tensor_parallel_size) == (device.name, tp) and quantized is None and _is(profile, model):
+        if (
+            (profile.gpu, profile.tensor_parallel_size) == (device.name, tp)
+            and quantized is None
+            and _is(profile, model)
+        ):
             notes.append(f"profile auto: {profile.name}, fitted to this model on this GPU")
             return profile
     kernels = [profile for profile in profiles if profile.kind == "gpu"]

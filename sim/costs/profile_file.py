@@ -73,7 +73,9 @@ def read_profile(path: Path) -> ProfileFile:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not a profile: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ConfigError(f"{where}: not a profile: its \"schema\" must be {SCHEMA!r}; `kvtwin calibrate fit` writes such files")
+        raise ConfigError(
+            f'{where}: not a profile: its "schema" must be {SCHEMA!r}; `kvtwin calibrate fit` writes such files'
+        )
     if data.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError(
             f"{where}: schema version {data.get('schema_version')!r}, this version of kvtwin reads {SCHEMA_VERSION}; fit it again"
@@ -85,7 +87,9 @@ def read_profile(path: Path) -> ProfileFile:
     body = "terms" if data["kind"] == "model" else "kernels"
     for key in ("name", "gpu", "provenance", "error", "range", "host", body):
         if key not in data:
-            raise ConfigError(f"{where}: it does not say {key!r}; a profile without it cannot be judged and is not used")
+            raise ConfigError(
+                f"{where}: it does not say {key!r}; a profile without it cannot be judged and is not used"
+            )
     for key in PROVENANCE_KEYS:
         if not data["provenance"].get(key):
             raise ConfigError(f"{where}: its provenance does not say {key!r}; a profile of unknown origin is not used")
@@ -102,8 +106,8 @@ def read_profile(path: Path) -> ProfileFile:
     )
 
 
-def model_terms(profile: ProfileFile, **device: float) -> StepTerms:
-    """The terms of a `model` profile; `device` gives what no kernel table holds: `copy_block_s`, `swap_block_s`.
+def model_terms(profile: ProfileFile, *, copy_block_s: float, swap_block_s: float) -> StepTerms:
+    """The terms of a `model` profile; the arguments are what no kernel table holds.
 
     Raises: ConfigError for a missing or malformed term.
     """
@@ -128,7 +132,8 @@ def model_terms(profile: ProfileFile, **device: float) -> StepTerms:
             max_tokens=int(limits["max_tokens"]),
             max_seqs=int(limits["max_seqs"]),
             max_context_tokens=int(limits["max_context_tokens"]),
-            **device,
+            copy_block_s=copy_block_s,
+            swap_block_s=swap_block_s,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{profile.where}: a term is missing or malformed: {type(error).__name__} {error}") from error
