@@ -21,8 +21,11 @@ class DoubleFreeError(RuntimeError):
     """A block was released by somebody who does not hold it. Names both releases (I10)."""
 
     def __init__(self, block_id: int, first: str, second: str) -> None:
-        super().__init__(f"block {block_id} is released twice: first by {first}, now by {second}")
+        super().__init__(block_id, first, second)  # all of it: SimPy makes a copy of an error out of its arguments
         self.block_id, self.first, self.second = block_id, first, second
+
+    def __str__(self) -> str:
+        return f"block {self.block_id} is released twice: first by {self.first}, now by {self.second}"
 
 
 class IntegrityError(RuntimeError):
