@@ -1,7 +1,82 @@
-"""The real twin: a paged KV pool and a forward pass on a device. Nothing in here yet.
+"""The real twin: a paged KV pool and the kernels that read and write it, on a device.
 
-This package will hold what carries out the core's plans for real: the memory layout of the pool, the pool itself,
-the Triton kernels that read and write it, a model's forward pass, and the executor that times each step. It may
-import `sim.core`, `sim.memory` and `sim.catalog`; it never imports SimPy or the simulated world, so that a GPU
-machine needs torch and triton and nothing else.
+`KVLayout` is plain Python. Everything else needs torch, and the kernels need triton; both are imported when first asked
+for, so `import gpu` works without them and says what to install when they are missing. May import `sim.core`, `sim.memory`
+and `sim.catalog`; never SimPy or the simulated world, so that a GPU machine needs torch and triton and nothing else.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .layout import KVLayout
+from .owners import ForeignReadError, OwnerTags
+from .require import MissingExtraError, require
+
+if TYPE_CHECKING:
+    from .cpu_pool import CpuBlockPool
+    from .kernels.attention import DecodeCall, PrefillCall, choose_splits, split_bytes
+    from .kernels.launch import KVView
+    from .kernels.sampling import SampleCall
+    from .metering import CpuOutOfMemoryError, DeviceBudget, allocation_meter
+    from .ops import Ops
+    from .pool import PagedKVPool, PoisonedReadError
+    from .swap import BlockMover, Transfer
+    from .workspace import SizeClassPool, Workspace
+
+_LAZY = {
+    "BlockMover": "swap",
+    "CpuBlockPool": "cpu_pool",
+    "CpuOutOfMemoryError": "metering",
+    "DecodeCall": "kernels.attention",
+    "DeviceBudget": "metering",
+    "KVView": "kernels.launch",
+    "Ops": "ops",
+    "PagedKVPool": "pool",
+    "PoisonedReadError": "pool",
+    "PrefillCall": "kernels.attention",
+    "SampleCall": "kernels.sampling",
+    "SizeClassPool": "workspace",
+    "Transfer": "swap",
+    "Workspace": "workspace",
+    "allocation_meter": "metering",
+    "choose_splits": "kernels.attention",
+    "split_bytes": "kernels.attention",
+}
+
+__all__ = [
+    "BlockMover",
+    "CpuBlockPool",
+    "CpuOutOfMemoryError",
+    "DecodeCall",
+    "DeviceBudget",
+    "ForeignReadError",
+    "KVLayout",
+    "KVView",
+    "MissingExtraError",
+    "Ops",
+    "OwnerTags",
+    "PagedKVPool",
+    "PoisonedReadError",
+    "PrefillCall",
+    "SampleCall",
+    "SizeClassPool",
+    "Transfer",
+    "Workspace",
+    "allocation_meter",
+    "choose_splits",
+    "split_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch, imported on first use.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+    """
+    if name not in _LAZY:
+        raise AttributeError(f"module 'gpu' has no attribute {name!r}")
+    require("torch", f"gpu.{name}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.core.admission import Admission, Every
 from sim.core.config import ConfigError, EngineConfig
-from sim.core.ladder import LadderConfig, Rung, check_ladder
+from sim.core.ladder import LadderConfig, Rung, check_ladder, standard_ladder
 from sim.core.policies import PRESETS
 from sim.core.policy import Policy
 
@@ -19,20 +19,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def choose_policy(table: Mapping[str, Any], config: EngineConfig) -> tuple[EngineConfig, Policy]:
-    """The engine settings and the policy that `[policy]` asks for.
+def choose_policy(
+    table: Mapping[str, Any], config: EngineConfig, ttft_limit_s: float | None = None
+) -> tuple[EngineConfig, Policy]:
+    """The engine settings and the policy that `[policy]` asks for; the preset `ladder` is tuned to the TTFT objective, if any.
 
     Raises ScenarioError for a plug-in that cannot be loaded, ConfigError for a combination no engine could run with.
     """
     preset = PRESETS[table["policy"]](config)
     config, policy = preset.configure(config), preset.policy
+    if table["eviction"] != "lru":
+        policy = replace(policy, eviction=table["eviction"])
     if config.num_cpu_blocks:
         policy = replace(policy, swap=True)
     if table["ladder"] is not None:
         rungs = tuple(_rung(index, rung) for index, rung in enumerate(table["ladder"]))
         policy = replace(policy, ladder=LadderConfig(rungs=rungs, guard_priority=table["guard_priority"]))
     elif policy.ladder is not None:
-        policy = replace(policy, ladder=replace(policy.ladder, guard_priority=table["guard_priority"]))
+        limit = {} if ttft_limit_s is None else {"ttft_limit_s": ttft_limit_s}
+        policy = replace(policy, ladder=standard_ladder(**limit, guard_priority=table["guard_priority"]))
     if policy.ladder is not None:
         check_ladder(policy.ladder, swap=policy.swap)
     if table["admission"] is not None:

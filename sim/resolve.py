@@ -126,10 +126,11 @@ def _draft(scenario: Scenario) -> _Draft:
     from sim.memory.releases import engine_release
 
     tables, warnings, pasted = _with_pasted_flags(scenario)
+    host = _prepare_device(tables, warnings)
     for table, flag in (("model", "--model llama-3.1-8b"), ("gpu", "--gpu h100-sxm-80gb")):
         if tables[table][table] is None:
             raise ScenarioError(f"no {table} is given; for example {flag}, or {table} = … in [{table}]")
-    model, device = model_shape(tables["model"]["model"]), gpu(tables["gpu"]["gpu"])
+    model, device = model_shape(tables["model"]["model"]), host or gpu(tables["gpu"]["gpu"])
     engine, given = tables["engine"], scenario.engine.model_fields_set | pasted
     longest = engine["max_model_len"] or model.max_position_embeddings
     release = engine_release(engine["engine_version"], device.compute_capability)
@@ -149,6 +150,32 @@ def _draft(scenario: Scenario) -> _Draft:
         "watermark": tables["policy"]["watermark"],
     }
     return _Draft(tables=tables, ledger_settings=settings, warnings=warnings)
+
+
+def _prepare_device(tables: dict[str, dict[str, Any]], warnings: list[str]) -> Gpu | None:
+    """What executor torch runs on: says cpu where nothing is said, and bounds the KV cache of a run on the CPU, which is not to
+    take the machine's whole memory. Returns the CPU as a device when no GPU is named.
+    """
+    run, engine, gpu = tables["run"], tables["engine"], tables["gpu"]
+    if run["executor"] != "torch":
+        return None
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if engine[key] != 1:
+            raise ScenarioError(f"{key} is {engine[key]}, but executor torch runs on one device; leave it at 1")
+    run["device"] = run["device"] or "cpu"
+    if run["device"] != "cpu":
+        return None
+    from sim.catalog.host import CPU_KV_CACHE_BYTES, HOST
+
+    if engine["num_gpu_blocks_override"] is None and engine["kv_cache_memory_bytes"] is None:
+        engine["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        warnings.append(
+            f"the KV cache on the CPU has {CPU_KV_CACHE_BYTES >> 20} MiB; --num-gpu-blocks-override says otherwise"
+        )
+    if gpu["gpu"] is not None:
+        return None
+    gpu["gpu"] = HOST.name
+    return HOST
 
 
 def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], list[str], set[str]]:

@@ -34,8 +34,8 @@ from .slo import Slo, SloError
 
 __all__ = ["Scenario", "ScenarioError"]
 
-EXECUTORS: tuple[str, ...] = ("model",)
-"""What can carry out a step."""
+EXECUTORS: tuple[str, ...] = ("model", "torch")
+"""What can carry out a step: a cost model, or a real forward pass on a device."""
 POLICIES: tuple[str, ...] = tuple(PRESETS)
 """Presets of the engine's decisions."""
 
@@ -264,7 +264,15 @@ def _check_choices(policy: PolicyTable, run: RunTable, label: _Label) -> None:
             raise ScenarioError(
                 f"{label(table, key)} is {value!r}; nearest is {nearest(value, known)} (this version has {', '.join(known)})"
             )
-    if run.device is not None:
+    if run.executor == "torch":
+        _check_device(run.device, label)
+    elif run.device is not None:
         raise ScenarioError(
             f"{label('run', 'device')} is {run.device!r}, but executor {run.executor} computes nothing on a device; leave it out"
         )
+
+
+def _check_device(device: str | None, label: _Label) -> None:
+    kind, _, index = (device or "cpu").partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ScenarioError(f"{label('run', 'device')} is {device!r}; it must be cpu, cuda or cuda:N")

@@ -83,6 +83,7 @@ class PolicyTable(Table):
         0.0, ge=0, lt=1, description="share of the pool that admission leaves free for running requests to grow"
     )
     scheduler_reserve_full_isl: bool = Field(True, description="admit a request only if its whole prompt fits")
+    eviction: Literal["lru", "lfu", "priority"] = Field("lru", description="what the prefix cache forgets first")
     num_cpu_blocks: int = Field(
         0,
         ge=0,
@@ -124,6 +125,7 @@ class WorkloadTable(Table):
     output_tokens: _Length = Field(
         None, description="output length in tokens, or [smallest, largest], for the workload uniform"
     )
+    n: int = Field(1, ge=1, description="samples of each prompt; all share its blocks and leave together")
     arrival: str | None = Field(
         None, min_length=1, description="arrival process: poisson, gamma, on-off, deterministic or batch"
     )
@@ -142,8 +144,14 @@ class RunTable(Table):
     """`[run]`: how the run is carried out."""
 
     seed: int = Field(0, ge=0, description="root of all random streams")
-    executor: str = Field("model", min_length=1, description="what carries a step out: model (a simulation)")
-    device: str | None = Field(None, min_length=1, description="device of an executor that runs for real")
+    executor: str = Field(
+        "model",
+        min_length=1,
+        description="what carries a step out: model (a simulation) or torch (a real forward pass, timed)",
+    )
+    device: str | None = Field(
+        None, min_length=1, description="device of executor torch: cpu, cuda or cuda:N; cpu when not given"
+    )
     replicas: int = Field(1, ge=1, description="engines behind the router")
     router: str = Field("round-robin", min_length=1, description="how requests are spread over the replicas")
     stepping: bool = Field(False, description="simulate every step by itself, without leaps")
@@ -177,10 +185,12 @@ NAME_KEYS = {"name": ("model", "gpu", "workload", "policy"), "preset": ("policy"
 
 KEYS_WITHOUT_FLAG = frozenset(
     {
+        "eviction",
         "num_cpu_blocks",
         "admission",
         "guard_priority",
         "ladder",
+        "n",
         "arrival",
         "priorities",
         "cancel_age_mean_s",

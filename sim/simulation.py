@@ -6,8 +6,11 @@ The module is not called `simulate`, because importing it would then hide the fu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ._version import __version__
 from .policy_choice import choose_policy
@@ -19,6 +22,10 @@ from .steady_state import steady_state_warnings
 if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
     from sim.core.config import EngineConfig
+    from sim.core.engine import EngineCore
+    from sim.core.plan import Executor
+    from sim.core.policy import Policy
+    from sim.core.request import RequestSpec
     from sim.costs.protocol import CostModel
     from sim.memory.device import Device
     from sim.results.result import Result
@@ -26,8 +33,20 @@ if TYPE_CHECKING:
 
     from .scenario import Scenario
 
-PROFILES: tuple[str, ...] = ("roofline",)
-"""Cost models that a scenario can name."""
+ROOFLINE = "roofline"
+"""The default cost model: a GPU's data sheet with stated factors."""
+
+
+class RealEngine(Protocol):
+    """What runs engine cores for real (`gpu.real_engine`, which this package does not import)."""
+
+    def executor(self, core: EngineCore) -> Executor:
+        """An executor for one core."""
+        ...
+
+    def report(self) -> list[dict[str, Any]]:
+        """What each executor did, as JSON values."""
+        ...
 
 
 def simulate(
@@ -37,6 +56,7 @@ def simulate(
     replication: int = 0,
     cost: CostModel | None = None,
     decision_log: Callable[[dict[str, Any]], None] | None = None,
+    executor: Callable[[EngineCore], Executor] | None = None,
     **changes: Any,
 ) -> Result:
     """Simulate `scenario` and return everything that came of it.
@@ -45,8 +65,12 @@ def simulate(
     whatever the engine's settings. `changes` are keys to change first, as in `Scenario.with_`: `simulate(s, rate=4.0)`. `cost`
     replaces the cost model; `decision_log` is called with each step's entry. Equal arguments give equal results, wall-clock times aside.
 
+    With executor "torch" in `[run]` nothing is simulated but the clients: every step really runs, and its measured duration is
+    the time that passes. `executor` (made for each engine core) does the steps instead of either.
+
     Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
     """
+    from sim.core.request import samples
     from sim.results import (
         Result,
         bill_columns,
@@ -65,13 +89,20 @@ def simulate(
     run = resolved["run"]
 
     built = build_workload(resolved, replication)
-    prices = cost or cost_model(resolved)
-    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
+    sent = [sample for spec in built.requests for sample in samples(replace(spec, n=resolved["workload"]["n"]))]
+    config, policy = choose_policy(
+        resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
+    )
     memory = device(resolved)
+    real = None
+    if executor is None and run["executor"] == "torch":
+        real = real_engine(resolved, sent)
+        executor = real.executor
+    prices = cost or cost_model(resolved)
     record = run_world(
         config,
         prices,
-        built.requests,
+        sent,
         replicas=run["replicas"],
         router=run["router"],
         max_concurrency=resolved["workload"]["max_concurrency"],
@@ -81,6 +112,7 @@ def simulate(
         policy=policy,
         device=memory,
         memory_limit=has_memory_limit(resolved, memory),
+        executor=executor,
     )
     requests, timeline = request_columns(record), timeline_columns(record)
     unsteady = steady_state_warnings(timeline, until_s=max(requests["arrival_s"]))
@@ -90,10 +122,19 @@ def simulate(
         seed=run["seed"],
         version=__version__,
         limits_s=resolved.slo.limits_s if resolved.slo else None,
-        warnings=[*resolved.warnings, *prices.warnings(), *unsteady],
+        warnings=[
+            *resolved.warnings,
+            *(prices.warnings() if executor is None else []),
+            *_idle_ladder(policy, sent),
+            *dict.fromkeys(sentence for recorder in record.recorders for sentence in recorder.core.diagnose()),
+            *unsteady,
+        ],
         notes=built.notes,
         wall_time_s=time.perf_counter() - started_s,
     )
+    facts = provenance(resolved, profile=prices.name if executor is None else "measured", replication=replication)
+    if real is not None:
+        summary["executors"] = facts["executors"] = real.report()
     return Result(
         summary=summary,
         request_columns=requests,
@@ -104,7 +145,7 @@ def simulate(
         oom_log=oom_log(record, _arguments(resolved, config)),
         oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
-        provenance=provenance(resolved, profile=prices.name, replication=replication),
+        provenance=facts,
         scenario=resolved.as_dict(),
     )
 
@@ -189,22 +230,52 @@ def has_memory_limit(resolved: Resolved, memory: Device) -> bool:
 
 
 def cost_model(resolved: Resolved) -> CostModel:
-    """The cost model that the scenario names. Raises ScenarioError for an unknown one."""
+    """The cost model that the scenario names: `roofline`, `auto`, a profile of the library, or a profile file.
+
+    Raises ScenarioError for an unknown one, ConfigError for one that cannot price this scenario.
+    """
     from sim.costs import Roofline
+    from sim.costs.library import AUTO, fitted_cost, profile_names
 
     profile = resolved["gpu"]["profile"]
-    if profile not in PROFILES:
+    settings = {
+        "dtype": resolved["model"]["dtype"],
+        "quantization": resolved["model"]["quantization"],
+        **{
+            key: resolved["engine"][key]
+            for key in ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
+        },
+    }
+    if profile == ROOFLINE:
+        return Roofline(resolved.model, resolved.gpu, **settings)
+    known = (ROOFLINE, AUTO, *profile_names())
+    if profile not in known and not Path(profile).is_file():
         raise ScenarioError(
-            f"[gpu] profile is {profile!r}; this version has {', '.join(PROFILES)}; nearest is {nearest(profile, PROFILES)}"
+            f"[gpu] profile is {profile!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(profile, known)}"
         )
-    keys = ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
-    return Roofline(
-        resolved.model,
-        resolved.gpu,
-        dtype=resolved["model"]["dtype"],
-        quantization=resolved["model"]["quantization"],
-        **{key: resolved["engine"][key] for key in keys},
-    )
+    return fitted_cost(profile, resolved.model, resolved.gpu, **settings)
+
+
+def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:
+    """What runs this scenario on a device. Raises ScenarioError where the software for it is missing, ConfigError for a model or
+    device that cannot be run.
+    """
+    try:
+        make = getattr(import_module("gpu.real_engine"), "for_scenario")  # noqa: B009 - by name: the simulator needs no GPU software
+    except ImportError as error:
+        raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
+    engine: RealEngine = make(resolved.tables, resolved.model, requests)
+    return engine
+
+
+def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
+    """A ladder that may touch nobody is probably not what was meant."""
+    if policy.ladder is None or any(spec.priority > policy.ladder.guard_priority for spec in requests):
+        return []
+    return [
+        f"the ladder touches nobody: every request is at least as important as its guard (priority {policy.ladder.guard_priority}); "
+        "give less important requests a larger priority ([workload] priorities), or lower [policy] guard_priority"
+    ]
 
 
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:

@@ -13,6 +13,8 @@ from sim.core.clock import FS_PER_S, to_s
 from sim.core.config import EngineConfig
 from sim.core.engine import Committed, EngineCore
 from sim.core.plan import Durations, StepPlan, StepResult
+from sim.core.policies import PRESETS
+from sim.core.policy import Policy
 from sim.core.request import Outcome, Request, RequestSpec
 
 
@@ -58,15 +60,28 @@ class DrivenStep:
 
 
 class EngineDriver:
-    """A decision core driven by hand, a second a step; its books are checked after every event."""
+    """A decision core driven by hand, a second a step; its books are checked after every event. `preset` names its policy."""
 
-    def __init__(self, num_gpu_blocks: int, block_size: int, **settings: object) -> None:
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        block_size: int,
+        *,
+        policy: Policy | None = None,
+        preset: str | None = None,
+        **settings: object,
+    ) -> None:
         settings.setdefault("max_num_seqs", min(1024, settings.get("max_num_batched_tokens", 1024)))
+        config = EngineConfig(num_gpu_blocks=num_gpu_blocks, block_size=block_size, **settings)
+        if preset is not None:
+            made = PRESETS[preset](config)
+            config, policy = made.configure(config), made.policy
         self.log: list[dict[str, object]] = []
         self.ended: list[Request] = []
         self.now_fs = 0
         self.core = EngineCore(
-            EngineConfig(num_gpu_blocks=num_gpu_blocks, block_size=block_size, **settings),
+            config,
+            policy=policy,
             decision_sink=lambda entry, start_fs: self.log.append(entry),
         )
         self.pool = self.core.pool
@@ -142,3 +157,15 @@ class EngineDriver:
 def drive() -> type[EngineDriver]:
     """Makes engine cores to be driven by hand: `drive(num_gpu_blocks=…, block_size=…, **settings)`."""
     return EngineDriver
+
+
+@pytest.fixture
+def cuda_device() -> str:
+    """The name of a CUDA device; skips where there is none, and fails where REQUIRE_GPU=1 says that there must be one."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        return "cuda"
+    reason = "torch sees no CUDA device"
+    if os.environ.get("REQUIRE_GPU") == "1":
+        pytest.fail(f"{reason}, but REQUIRE_GPU=1")
+    pytest.skip(reason)

@@ -500,7 +500,7 @@ def assert_statistics(found: dict[str, float], values: Sequence[float]) -> None:
 every_run = runs(windows=(None, None, 4, 9))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(every_run)
 def test_latencies_are_those_of_the_tokens_one_by_one(run: Run) -> None:
     recount = Recount(run)
@@ -520,7 +520,7 @@ def test_latencies_are_those_of_the_tokens_one_by_one(run: Run) -> None:
     assert_statistics(summary["tpot_s"], [(t[-1] - t[0]) / (len(t) - 1) / FS_PER_S for t in spans])
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(every_run)
 def test_blocks_held_are_those_of_the_steps_one_by_one(run: Run) -> None:
     recount = Recount(run)
@@ -689,7 +689,7 @@ def test_doubling_every_time_doubles_every_latency_exactly(run: Run) -> None:
     assert doubled == [tuple(None if t is None else 2 * t for t in times) for times in times_fs(run.go())]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(every_run, st.integers(10**4, 10**6))
 def test_idle_time_before_the_first_arrival_shifts_everything_and_changes_nothing(run: Run, idle_ticks: int) -> None:
     later = tuple(

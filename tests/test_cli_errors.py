@@ -38,7 +38,12 @@ LOADED = [*NAMED, "--workload", "uniform"]
         (["run", *LOADED, "--scheduling-policy", "lifo"], ["--scheduling-policy is 'lifo'", "fcfs, priority"]),
         (["run", *LOADED, "--policy", "vllm-v7"], ["--policy is 'vllm-v7'", "vllm-v1"]),
         (["run", *LOADED, "--profile", "mine.json"], ["profile is 'mine.json'", "roofline"]),
-        (["run", *LOADED, "--executor", "torch"], ["--executor is 'torch'", "model"]),
+        (["run", *LOADED, "--executor", "tensorrt"], ["--executor is 'tensorrt'", "torch"]),
+        (["run", *LOADED, "--executor", "torch", "--device", "gpu0"], ["--device is 'gpu0'", "cuda:N"]),
+        (
+            ["run", *LOADED, "--executor", "torch", "--tensor-parallel-size", "2"],
+            ["tensor_parallel_size is 2", "one device"],
+        ),
         (["run", *LOADED, "--router", "luck"], ["luck", "round-robin"]),
         (["run", *LOADED, "--max-num-batched-tokens", "64", "--max-num-seqs", "128"], ["64", "128", "raise"]),
         (

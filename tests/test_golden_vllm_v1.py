@@ -284,7 +284,7 @@ def test_t8_everybody_is_preempted_last_first_and_the_queue_keeps_the_order_of_a
     requests = [engine.add(name, 4, output_tokens=2) for name in "ABC"]
     assert engine.step().tokens == {"A": 4, "B": 4, "C": 4}
     release = engine.core.tables.release
-    engine.core.tables.release = lambda table, by, fence=None: release(table, by, fence=7)
+    engine.core.tables.release = lambda table, by, **_: release(table, by, fence=7)
 
     assert engine.plan() is None
     assert (engine.core.num_running, engine.core.num_waiting) == (0, 3)

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from gpu import KVLayout, PagedKVPool
 from gpu.check import ArgumentError
 from gpu.interpreter import Interpreter, InterpreterError
+from gpu.kernels.attention import DecodeCall
 from gpu.kernels.block_rows import BlockRows
 from gpu.kernels.blocks_twin import block_checksum_twin, move_blocks_twin, store_kv_twin
 from gpu.kernels.cases import Shape, empty_cache
+from gpu.kernels.launch import KVView
 
 ROOT = Path(__file__).resolve().parents[1]
 STORE = "gpu.kernels.store_kv:store_kv"
@@ -66,23 +68,39 @@ def test_store_writes_each_vector_into_its_slot_and_nothing_else(
     assert bits(stored.bits[0]).float().std() == 0 or stored.bits[0].isnan().all()  # NO_BLOCK is as it was
 
 
-@pytest.mark.parametrize("native", [False])
-def test_fp8_numbers_are_read_exactly_and_rounded_as_torch_does(interpreter, native):
-    # every byte: stored by the kernel from its own value, and from the midpoints between neighbours
+def test_fp8_numbers_are_rounded_as_torch_rounds_them(interpreter):
+    # every number of the format, the midpoints between neighbours, what lies beside those, and what lies beyond
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = (every[:-1] + every[1:]) / 2
     values = torch.cat((every, between, between * 1.001, torch.tensor([1e9, -1e9, 449.0, 2.0**-10, -(2.0**-11)])))
     values = torch.nn.functional.pad(values, (0, -len(values) % 64)).view(-1, 1, 64)
-    shape = Shape(num_kv_heads=1, head_dim=64, dtype=torch.float32, scaling="static")
-    cache, slots = empty_cache(shape, 2), torch.arange(16, 16 + len(values))
-    one = cache.scale.new_ones(1).expand(cache.scale.shape)
-    cache = type(cache).of(cache.kv, one)
+    kv = empty_cache(Shape(num_kv_heads=1, head_dim=64, scaling="static"), 2).kv
+    cache, slots = KVView.of(kv, torch.ones(1).expand(kv.shape[:4])), torch.arange(16, 16 + len(values))
     _, (_, _, stored, _) = interpreter.call(STORE, values, values, cache, slots)
-    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn)
-    got = stored.bits.view(-1, 16, 1, 64)[2 : 2 + 1].reshape(-1, 1, 64)[: len(values)]
-    same = got == expected.view(torch.uint8)
-    assert (same | values.isnan()).all()
-    assert ((got & 0x7F == 0x7F) == values.isnan()).all()
+    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    for half in (0, 1):
+        got = stored.bits[1, half, : len(values)]
+        assert ((got == expected) | values.isnan()).all()
+        assert ((got & 0x7F == 0x7F) == values.isnan()).all()
+
+
+def test_fp8_numbers_are_read_exactly(interpreter):
+    kv = empty_cache(Shape(num_kv_heads=4, head_dim=64, scaling="static"), 1).kv
+    kv.view(torch.uint8)[1, :, 0] = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    kv.view(torch.uint8)[1, 0, 0] = 0  # keys do not matter: a single position has the weight 1
+    cache = KVView.of(kv, torch.ones(1).expand(kv.shape[:4]))
+    query = torch.ones(1, 4, 64)
+    call = DecodeCall(
+        query=query,
+        cache=cache,
+        block_table=torch.ones(1, 1, dtype=torch.int32),
+        seq_lens=torch.ones(1, dtype=torch.int32),
+        out=torch.empty_like(query),
+        softmax_scale=1.0,
+    )
+    result, _ = interpreter.call("gpu.kernels.decode_attention:decode_attention", call)
+    expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().view(1, 4, 64)
+    torch.testing.assert_close(result, expected, atol=0, rtol=0, equal_nan=True)
 
 
 def test_store_refuses_what_does_not_fit_and_names_the_argument():
@@ -182,6 +200,15 @@ def test_checksum_shows_any_changed_word_and_any_two_words_that_changed_places(o
     assert block_checksum_twin(rows, torch.tensor([2]), torch.empty(1, dtype=torch.int32)) != after
 
 
+def test_blocks_filled_with_different_numbers_have_different_checksums():
+    rows = filled_pool("block", "bfloat16").rows
+    seen = set()
+    for value in (0.0, 1.0, 2.0, -1.0, 0.5, float("nan")):
+        rows.words.view(torch.bfloat16).fill_(value)
+        seen.add(int(block_checksum_twin(rows, torch.tensor([2]), torch.empty(1, dtype=torch.int32))))
+    assert len(seen) == 6
+
+
 def test_a_failure_in_the_interpreter_comes_back_with_its_traceback(interpreter):
     rows = filled_pool("layer", "bfloat16").rows
     with pytest.raises(InterpreterError, match="ArgumentError: target_ids names a block twice"):
@@ -201,9 +228,9 @@ from gpu.kernels.move_blocks import move_blocks
 from gpu.kernels.block_checksum import block_checksum
 from gpu.kernels.store_kv import store_kv
 
-# Three blocks of 8 x 2 x 16 numbers, a little more than 2^31 elements apart: the memory between them is never touched, so
-# it costs nothing. In 32 bits, the offset of block 2 wraps round to a small negative number.
-stride = 2**31 + 64
+# Three blocks of 8 x 2 x 16 numbers, a little more than 2^30 elements apart: the stride fits into 32 bits, as it does in a real
+# pool, and its product with a block id does not. The memory between the blocks is never touched, so it costs nothing.
+stride = 2**30 + 64
 far = torch.empty(2 * stride + 1024, dtype=torch.uint8)
 cache = KVView.of(
     far.view(torch.float8_e4m3fn).as_strided((3, 2, 8, 2, 16), (stride, 256, 32, 16, 1)),
@@ -222,19 +249,18 @@ starts = torch.tensor([0, 1], dtype=torch.int32)
 out = prefill_attention(PrefillCall(out=torch.empty_like(query), query_starts=starts, **common))
 assert torch.allclose(out, torch.tensor(3.0)), "prefill read somewhere else"
 
-words = torch.empty((2 * stride) // 4 + 256, dtype=torch.int32)
-rows = BlockRows(words=words, num_rows=3, num_layers=1, chunk_words=128, block_stride=2**30 + 16, layer_stride=0)
+words = torch.empty(2 * stride + 256, dtype=torch.int32)
+rows = BlockRows(words=words, num_rows=3, num_layers=1, chunk_words=128, block_stride=stride, layer_stride=0)
 words[:128] = torch.arange(128, dtype=torch.int32)
-rows = BlockRows(words=words[: 2**30 + 300], num_rows=2, num_layers=1, chunk_words=128, block_stride=2**30 + 16, layer_stride=0)
-move_blocks(rows, rows, torch.tensor([0]), torch.tensor([1]))
-assert (words[2**30 + 16 : 2**30 + 144] == words[:128]).all()
-sums = block_checksum(rows, torch.tensor([0, 1]), torch.empty(2, dtype=torch.int32))
-assert sums[0] == sums[1] != 0
+move_blocks(rows, rows, torch.tensor([0]), torch.tensor([2]))
+assert (words[2 * stride : 2 * stride + 128] == words[:128]).all(), "moved somewhere else"
+move_blocks(rows, rows, torch.tensor([2]), torch.tensor([1]))
+sums = block_checksum(rows, torch.tensor([0, 1, 2]), torch.empty(3, dtype=torch.int32))
+assert sums[0] == sums[1] == sums[2] != 0, "summed somewhere else"
 print("far blocks are found")
 """
 
 
-@pytest.mark.slow
 def test_blocks_beyond_two_to_the_31_elements_are_found():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FAR],

@@ -16,8 +16,9 @@ from sim.catalog.models import model_shape
 from sim.core.clock import to_fs
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
+from sim.core.eviction import EVICTIONS
 from sim.core.ladder import ACTIONS, LadderConfig, Rung
-from sim.core.plan import BatchShape, Durations, ScheduledRequest, Segment, StepPlan, StepResult
+from sim.core.plan import BatchShape, Durations, OomReport, ScheduledRequest, Segment, StepPlan, StepResult
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import Namespace, Outcome, Request, RequestSpec
@@ -54,7 +55,9 @@ class Staircase:
         context = shape.decode_context_tokens + sum(cached for _, cached in shape.prefill)
         return TICK * (self.base_ticks + self.tread_ticks * (context // self.width) + shape.prefill_tokens)
 
-    def decode_stretch(self, decode_seqs: int, context_tokens: int, steps: int) -> Durations:
+    def decode_stretch(
+        self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
+    ) -> Durations:
         segments: list[Segment] = []
         for step in range(steps):
             context = context_tokens + step * decode_seqs
@@ -200,7 +203,7 @@ smooth_costs = st.sampled_from(
 staircases = st.builds(Staircase, st.integers(2, 8), st.integers(1, 8), st.sampled_from([5, 20, 50]))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     st.builds(Scenario, configs(), smooth_costs, request_lists(), max_concurrency=st.sampled_from([None, None, 1, 3]))
 )
@@ -241,10 +244,11 @@ policies = st.builds(
     batching=st.sampled_from(Batching),
     ladder=st.one_of(st.none(), ladders),
     swap=st.booleans(),
+    eviction=st.sampled_from(list(EVICTIONS)),
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.builds(Scenario, configs(cpu_blocks=(100, 20, 0)), smooth_costs, request_lists(), policy=policies))
 def test_every_policy_leaves_the_same_whether_the_engine_leaps_or_steps(scenario: Scenario) -> None:
     assert_leap_equals_step(scenario)
@@ -322,6 +326,43 @@ def test_every_step_of_a_stretch_is_shown_the_block_tables_it_would_have_alone(s
     assert shown_steps(scenario, stepping=False) == shown_steps(scenario, stepping=True)
 
 
+# -- steps that run out of memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunsOutOfMemory:
+    """An executor on which the steps with these numbers fail for lack of memory, after the time they would have taken."""
+
+    cost: CostModel
+    failing: frozenset[int]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = ModelExecutor(self.cost).execute(plan)
+        failed = next((ahead for ahead in range(plan.repeat) if plan.step + ahead in self.failing), None)
+        if failed is None:
+            return result
+        report = OomReport(op="activations", requested_bytes=2, free_bytes=1)
+        return StepResult(durations=result.durations.prefix(failed + 1), oom=report)
+
+
+def everything_with_failures(scenario: Scenario, failing: frozenset[int], *, stepping: bool) -> dict[str, object]:
+    return everything(scenario, stepping=stepping, executor=lambda core: RunsOutOfMemory(scenario.cost, failing))
+
+
+@settings(max_examples=100)
+@given(
+    st.builds(Scenario, configs(), smooth_costs, request_lists()).filter(lambda s: s.config.enable_chunked_prefill),
+    st.frozensets(st.integers(0, 40), min_size=1, max_size=4),
+)
+def test_a_step_that_runs_out_of_memory_leaves_the_same_inside_a_stretch_and_alone(
+    scenario: Scenario, failing: frozenset[int]
+) -> None:
+    leaping = everything_with_failures(scenario, failing, stepping=False)
+    stepping = everything_with_failures(scenario, failing, stepping=True)
+    for part in stepping:
+        assert leaping[part] == stepping[part], part
+
+
 # -- what happens inside a stretch, by hand ------------------------------------------------------------------------------
 
 
@@ -352,6 +393,14 @@ def test_an_arrival_inside_a_stretch_starts_at_the_end_of_the_step_in_progress(a
     assert ticks(requests["new"].scheduled_fs) == started
     assert ticks(requests["new"].ended_fs) == started + 2 * STEP_TICKS
     assert ticks(requests["long"].ended_fs) == 50 * STEP_TICKS
+
+
+def test_an_arrival_at_the_end_of_a_step_is_heard_however_late_it_was_announced() -> None:
+    """Its sender decides at tick 20, in the middle of the step that ends at tick 24, and of the last step of all."""
+    requests = served(by_hand(at(0, "long", 4, 50), at(20, "first", 4, 9), at(24, "second", 4, 9)))
+    assert [ticks(requests[name].scheduled_fs) for name in ("first", "second")] == [24, 24]
+    requests = served(by_hand(at(0, "last", 4, 3), at(20, "first", 4, 9), at(24, "second", 4, 9), max_num_seqs=2))
+    assert [ticks(requests[name].scheduled_fs) for name in ("first", "second")] == [24, 24]
 
 
 def test_an_arrival_one_femtosecond_after_a_step_waits_for_the_next() -> None:
@@ -452,6 +501,26 @@ def test_arrivals_at_the_same_moment_start_together_in_their_order() -> None:
     assert requests["a"].order < requests["b"].order < requests["c"].order
 
 
+@pytest.mark.parametrize("eviction", list(EVICTIONS))
+def test_a_queued_prompt_whose_cached_head_is_evicted_may_need_less_than_before(eviction: str) -> None:
+    """Six blocks of four, chunks of at most four tokens, and only the next chunk must fit. An important request leaves three blocks of
+    a prompt, the first of which an unimportant one holds longer. The last to come finds all three, and cannot start: with its chunk it
+    would take four of three free blocks. If the next block taken is the head of what it finds, it finds nothing and needs one.
+    """
+    prompt = {"content_block_tokens": 4}
+    scenario = by_hand(
+        at(0, "important", 13, 1, content_ids=tuple("xxx"), **prompt),
+        at(4, "unimportant", 5, 3, content_ids=tuple("x"), priority=2, **prompt),
+        at(7 * STEP_TICKS, "takes blocks", 1, 30),
+        at(17 * STEP_TICKS, "waits", 16, 1, content_ids=tuple("xxxx"), **prompt),
+        num_gpu_blocks=6,
+        max_num_seqs=3,
+        max_num_batched_tokens=4,
+        reserve_full_prompt=False,
+    )
+    assert_leap_equals_step(replace(scenario, policy=Policy(eviction=eviction)))
+
+
 def test_a_shortage_of_blocks_ends_a_stretch_and_a_preemption_is_the_same_in_both() -> None:
     """Two requests that grow to ten blocks each, in a pool of twelve."""
     scenario = by_hand(at(0, "older", 8, 30), at(0, "younger", 8, 30), num_gpu_blocks=12)
@@ -459,6 +528,22 @@ def test_a_shortage_of_blocks_ends_a_stretch_and_a_preemption_is_the_same_in_bot
     assert requests["older"].num_preemptions == 0
     assert requests["younger"].num_preemptions > 0
     assert all(request.num_output_tokens == 30 for request in requests.values())
+
+
+def test_a_failed_step_that_needed_a_block_gives_it_back_the_same_way_in_a_stretch_and_alone() -> None:
+    """The third step needs the second block, and fails; its retry needs it again."""
+    scenario = by_hand(at(0, "a", 3, 9))
+    leaping = everything_with_failures(scenario, frozenset({2}), stepping=False)
+    stepping = everything_with_failures(scenario, frozenset({2}), stepping=True)
+    assert leaping["decision log"] == stepping["decision log"]
+
+
+def test_a_failed_step_writes_no_tokens_into_its_blocks() -> None:
+    """Blocks of four with prompt 5, nothing else, and the third step fails: slots filled are 5, 6, 6, 7 of 8 in steps of equal length."""
+    for stepping in (False, True):
+        found = everything_with_failures(by_hand(at(0, "a", 5, 3)), frozenset({2}), stepping=stepping)
+        fragmentation = json.loads(str(found["summary"]))["internal_fragmentation"]
+        assert fragmentation == {"mean": pytest.approx((3 + 2 + 2 + 1) / 32), "max": pytest.approx(3 / 8)}, stepping
 
 
 def test_steps_that_cost_nothing_are_the_same_in_both() -> None:

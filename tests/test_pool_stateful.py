@@ -373,7 +373,7 @@ class SlidingPoolMachine(PoolMachine):
         assert self.tables.slide(sequence.real, len(sequence.tokens)) == []
 
 
-often = settings(max_examples=200, stateful_step_count=60)
+often = settings(max_examples=100, stateful_step_count=60)
 TestPool = TruncatingPoolMachine.TestCase
 TestPool.settings = often
 TestSlidingPool = SlidingPoolMachine.TestCase

@@ -9,7 +9,7 @@ from .config import ConfigError, EngineConfig
 from .engine import EngineCore, ProgressError
 from .plan import BatchShape, Durations, Executor, ScheduledRequest, StepPlan, StepResult
 from .policy import Batching, Policy
-from .request import Namespace, Outcome, Request, RequestSpec, State
+from .request import Namespace, Outcome, Request, RequestSpec, State, samples
 from .tables import BlockTable, BlockTables
 from .view import EngineView, RunningView
 
@@ -42,4 +42,5 @@ __all__ = [
     "State",
     "StepPlan",
     "StepResult",
+    "samples",
 ]

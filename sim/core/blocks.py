@@ -7,10 +7,11 @@ hangs on them may be found again until then (prefix cache). Source of the order:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain
 
+from .eviction import EVICTIONS
 from .prefix import PrefixIndex
 
 NO_BLOCK = 0
@@ -21,7 +22,7 @@ class DoubleFreeError(RuntimeError):
     """A block was released by somebody who does not hold it. Names both releases (I10)."""
 
     def __init__(self, block_id: int, first: str, second: str) -> None:
-        super().__init__(block_id, first, second)  # all of it: SimPy makes a copy of an error out of its arguments
+        super().__init__(block_id, first, second)  # all of them: SimPy makes the error anew from its `args`
         self.block_id, self.first, self.second = block_id, first, second
 
     def __str__(self) -> str:
@@ -38,12 +39,16 @@ class BlockPool:
     Blocks never used yet are not stored one by one, so a pool of ten million costs nothing until it is used.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex | None = None) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex | None = None, eviction: str = "lru") -> None:
         self.num_blocks = num_blocks
         self.index = PrefixIndex() if index is None else index
         self._ref_cnt: list[int] = [0]  # grows with the highest block id ever allocated; [0] is NO_BLOCK
-        self._freed: OrderedDict[int, None] = OrderedDict()  # released blocks, least recently used first
-        self._fences: dict[int, list[int]] = {}  # fence -> blocks that become free when it has passed
+        self._freed = EVICTIONS[eviction](
+            self.index.__contains__
+        )  # released blocks, in the order in which they are taken
+        self._fences: dict[
+            int, list[tuple[list[int], float]]
+        ] = {}  # fence -> blocks that become free when it has passed
         self._quarantined: set[int] = set()
         self._released_by: dict[int, str] = {}
         self.num_free = num_blocks
@@ -89,13 +94,15 @@ class BlockPool:
         if unused:  # never used blocks stand at the head of the queue: they were queued first
             ref_cnt.extend([1] * unused)
             taken = list(range(first_unused, first_unused + unused))
-        for _ in range(num_blocks - unused):
-            block_id, _none = freed.popitem(last=False)
-            if block_id in registered:
+        if num_blocks > unused:
+            reused = freed.pop(num_blocks - unused)
+            for block_id in reused:
+                ref_cnt[block_id] = 1
+            taken += reused
+        if self.num_cached:
+            for block_id in filter(registered.__contains__, taken):
                 index.drop(block_id)
                 self.num_cached -= 1
-            ref_cnt[block_id] = 1
-            taken.append(block_id)
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -113,11 +120,12 @@ class BlockPool:
             if block_id == NO_BLOCK:
                 continue
             if not ref_cnt[block_id]:
-                del self._freed[block_id]
+                self._freed.remove(block_id)
                 self.num_free -= 1
                 if block_id in self.index:
                     self.num_cached -= 1
             ref_cnt[block_id] += 1
+        self._freed.found(block_ids)
 
     def find(self, keys: Iterable[int]) -> list[int]:
         """Blocks holding the longest run of `keys`. Takes nothing. Quarantined blocks cannot be found."""
@@ -127,13 +135,14 @@ class BlockPool:
         """The blocks the next allocations will take, in order, without taking them."""
         first_unused = len(self._ref_cnt)
         unused = min(num_blocks, self.num_blocks + 1 - first_unused)
-        return [*range(first_unused, first_unused + unused), *islice(self._freed, num_blocks - unused)]
+        return [*range(first_unused, first_unused + unused), *self._freed.peek(num_blocks - unused)]
 
     # -- giving back ----------------------------------------------------------------------------------------------
 
-    def release(self, block_ids: Sequence[int], by: str, fence: int | None = None) -> None:
+    def release(self, block_ids: Sequence[int], by: str, fence: int | None = None, worth: float = 0.0) -> None:
         """Drop one reference of each block. Those nobody holds any more join the free queue, last block first, so that
-        the tail of a sequence is reused before its head; with a `fence` they wait in quarantine until it passes.
+        the tail of a sequence is reused before its head; with a `fence` they wait in quarantine until it passes. `worth` is how
+        much their content is worth keeping, where the order of eviction asks for that.
 
         Raises DoubleFreeError, and changes nothing, if one of them is not held.
         """
@@ -148,16 +157,16 @@ class BlockPool:
             if not ref_cnt[block_id]:
                 idle.append(block_id)
         if fence is None:
-            self._queue(idle)
+            self._queue(idle, worth)
         elif idle:
-            self._fences.setdefault(fence, []).extend(idle)
+            self._fences.setdefault(fence, []).append((idle, worth))
             self._quarantined.update(idle)
 
     def pass_fence(self, fence: int) -> None:
         """The last reader behind `fence` is done: its blocks join the free queue. Unknown fences are ignored."""
-        blocks = self._fences.pop(fence, [])
-        self._quarantined.difference_update(blocks)
-        self._queue(blocks)
+        for blocks, worth in self._fences.pop(fence, []):
+            self._quarantined.difference_update(blocks)
+            self._queue(blocks, worth)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Drop the keys of blocks whose content was never computed."""
@@ -168,17 +177,15 @@ class BlockPool:
 
     def drop_cached(self) -> int:
         """Forget the content of every free block; returns how many had any."""
-        dropped = [block_id for block_id in self._freed if block_id in self.index]
+        dropped = [block_id for block_id in list(self._freed.keys()) if block_id in self.index]
         self.forget(dropped)
         return len(dropped)
 
-    def _queue(self, block_ids: list[int]) -> None:
-        freed = self._freed
+    def _queue(self, block_ids: list[int], worth: float) -> None:
         self.num_free += len(block_ids)
-        for block_id in block_ids:
-            freed[block_id] = None
+        self._freed.add(block_ids, worth)
         registered = self.index.block_ids
-        self.num_cached += sum(1 for block_id in block_ids if block_id in registered)
+        self.num_cached += sum(map(registered.__contains__, block_ids))
 
     def _refuse_double_release(self, block_ids: Sequence[int], by: str) -> None:
         ref_cnt = self._ref_cnt
@@ -251,7 +258,7 @@ class BlockPool:
         free = len(self._freed) + self.num_blocks + 1 - len(self._ref_cnt)
         if free != self.num_free:
             problems.append(f"{free} blocks are free, {self.num_free} are counted")
-        cached = sum(1 for block_id in self._freed if block_id in self.index)
+        cached = sum(1 for block_id in list(self._freed.keys()) if block_id in self.index)
         if cached != self.num_cached:
             problems.append(f"{cached} free blocks are cached, {self.num_cached} are counted")
         return problems

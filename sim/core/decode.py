@@ -27,6 +27,8 @@ class DecodeSet:
         self._fresh: dict[int, Request] = {}
         self._by_residue: list[dict[int, Request]] = [{} for _ in range(block_size)]
         self._completions: list[tuple[int, int, Request]] = []
+        self._longest: list[tuple[int, int, Request]] = []
+        """Heap of `(-anchor, order, request)`: members grow together, so the longest stays the longest until it leaves."""
         self._size = 0
         self._anchor_sum = 0
         self._dropped_sum = 0
@@ -59,6 +61,15 @@ class DecodeSet:
         return self._anchor_sum + self._size * (self.clock + 1) - self._dropped_sum
 
     @property
+    def max_context_tokens(self) -> int:
+        """The longest KV length the next step reads, its new token included; 0 without members, or if some dropped tokens."""
+        if self._dropped_sum:
+            return 0
+        while self._longest and not self._is_longest(self._longest[0]):
+            heappop(self._longest)
+        return self.clock + 1 - self._longest[0][0] if self._longest else 0
+
+    @property
     def computed_tokens(self) -> int:
         """Sum over members of computed tokens."""
         return self._anchor_sum + self._size * self.clock - self._dropped_sum
@@ -73,6 +84,7 @@ class DecodeSet:
         self.version += 1
         self._by_residue[-request.anchor % self.block_size][request.order] = request
         heappush(self._completions, (request.finish_clock, request.order, request))
+        heappush(self._longest, (-request.anchor, request.order, request))
         self._size += 1
         self._anchor_sum += request.anchor
         self._dropped_sum += request.dropped_tokens
@@ -94,6 +106,9 @@ class DecodeSet:
         if len(self._completions) > 64 + 2 * self._size:  # most entries belong to requests that left early
             self._completions = [entry for entry in self._completions if self._is_current(entry)]
             heapify(self._completions)
+        if len(self._longest) > 64 + 2 * self._size:
+            self._longest = [entry for entry in self._longest if self._is_longest(entry)]
+            heapify(self._longest)
 
     def retarget(self, request: Request, target_tokens: int) -> None:
         """Let a member finish at another length, which is above its known tokens."""
@@ -178,3 +193,8 @@ class DecodeSet:
     def _is_current(self, entry: tuple[int, int, Request]) -> bool:
         finish_clock, order, request = entry
         return request.decoding and request.finish_clock == finish_clock and request.order == order
+
+    @staticmethod
+    def _is_longest(entry: tuple[int, int, Request]) -> bool:
+        anchor, _, request = entry
+        return request.decoding and request.anchor == -anchor

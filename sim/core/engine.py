@@ -9,17 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .admission import Rejection
-from .blocks import BlockPool, IntegrityError
+from .audit import check_books
+from .blocks import BlockPool
 from .config import EngineConfig
 from .draft import Draft, Share
-from .ladder import Ladder, check_ladder
 from .log import Decisions, DecisionSink
-from .need import blocks_for
-from .plan import BatchShape, OomReport, ScheduledRequest, StepPlan, StepResult
+from .plan import ScheduledRequest, StepPlan, StepResult
 from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
+from .pressure import Pressure
 from .request import Outcome, Request, RequestSpec, State
 from .scheduler import Scheduler
+from .stretch import log_rows, scheduled_in, shape_of, steps_alike
 from .tables import BlockTable, BlockTables
 
 
@@ -34,6 +35,8 @@ class Arrived:
     request: Request
     may_change_plan: bool
     """True when the engine's next decision may differ because of it, so that a stretch under way must be cut."""
+    may_start: bool
+    """True when the next decision may admit it; otherwise it is waiting from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +68,13 @@ class EngineCore:
         decision_sink: DecisionSink | None = None,
     ) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_gpu_blocks)
+        policy = scheduling_policy(config) if policy is None else policy
+        self.pool = BlockPool(config.num_gpu_blocks, eviction=policy.eviction)
         self.tables = BlockTables(self.pool, config.block_size, config.sliding_window)
         self._keys = KeyTable()
-        policy = scheduling_policy(config) if policy is None else policy
         self._admission = policy.admission(config)
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
-        self._ladder = None
-        if policy.ladder is not None:
-            check_ladder(policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
-            self._ladder = Ladder(policy.ladder, self._scheduler.knobs)
-        self._ooms_in_a_row = 0
-        self._steps_since_oom = 0
-        self.oom_events = 0
-        """Steps that ran out of memory so far."""
+        self._pressure = Pressure(self._scheduler, policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
         self._requests: dict[str, Request] = {}
         self._next_seq = 0
         self._step = 0
@@ -115,6 +111,11 @@ class EngineCore:
         return self.pool.num_owned + sum(later)
 
     @property
+    def oom_events(self) -> int:
+        """Steps that ran out of memory so far."""
+        return self._pressure.oom_events
+
+    @property
     def steps(self) -> int:
         """Steps committed."""
         return self._step
@@ -133,6 +134,20 @@ class EngineCore:
     def prefix_hit_tokens(self) -> int:
         """Prompt tokens found there."""
         return self._scheduler.prefix_hit_tokens
+
+    @property
+    def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet."""
+        return tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released)
+
+    @property
+    def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:
+        """`(request_id, block_table)` of every running request, as they are now."""
+        return [(request.request_id, tuple(request.table.blocks)) for request in self._scheduler.running.values()]
+
+    def diagnose(self) -> tuple[str, ...]:
+        """What the admission policy made requests wait for, in sentences, when a reader of the results should know."""
+        return self._admission.diagnose()
 
     def take_ended(self) -> list[Request]:
         """Requests that ended since the last call, in order."""
@@ -160,12 +175,12 @@ class EngineCore:
         rejection = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
         if rejection is not None:
             self._reject(request, rejection, now_fs)
-            return Arrived(request, may_change_plan=True)  # the log must show it at the right step
+            return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
         became_head = self._scheduler.waiting.add(request)
-        somebody_looks = self.num_running < self.config.max_num_seqs or self._ladder is not None
-        return Arrived(request, may_change_plan=became_head and somebody_looks)
+        may_start = became_head and self.num_running < self.config.max_num_seqs
+        return Arrived(request, may_start or (became_head and self._pressure.watches_queue), may_start)
 
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
@@ -204,7 +219,9 @@ class EngineCore:
         if max_repeat is not None and max_repeat < 1:
             raise ValueError(f"max_repeat is {max_repeat}; a plan has at least 1 step")
         scheduler = self._scheduler
-        self._climb(now_fs)
+        moved, relief = self._pressure.climb(now_fs)
+        self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
+        self._note(relief, now_fs)
         while True:
             draft = scheduler.draft(now_fs)
             self._note(draft, now_fs)
@@ -213,13 +230,13 @@ class EngineCore:
             if not draft.changed_queue:
                 self._assert_progress()
                 return None
-        shape = self._shape(draft)
+        room = self._pressure.blocks_until_change()
         step = self._step
         plan = StepPlan(
             step=step,
-            repeat=self._repeat(draft, max_repeat),
+            repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
             start_fs=now_fs,
-            shape=shape,
+            shape=shape_of(draft, scheduler, self._decisions),
             copies=tuple(self._decisions.copied),
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
@@ -245,7 +262,7 @@ class EngineCore:
             raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
         computed = result.steps_computed
-        usage, table_slots, begun = self._leap(plan, result)
+        usage, table_slots = self._leap(plan, result)
         members = len(decode) if draft.decode and computed else 0
         written = decode.computed_tokens + members
         total_fs = result.durations.total_fs
@@ -263,11 +280,9 @@ class EngineCore:
             decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
         self._step += result.steps
         self._plan = self._draft = None
-        if not computed:
+        if result.oom is not None:
             scheduler.take_back(draft, now_fs)
             draft.shares = {}
-        elif result.oom is not None:
-            scheduler.take_back(Draft(budget=0, decode_blocks=begun), now_fs)
         for request in self._leaving:
             self._share_done(draft, request)
             got_token = request.decoding and members > 0 and result.oom is None
@@ -291,7 +306,10 @@ class EngineCore:
             finished[stopped.order] = stopped
         for order in sorted(finished):
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
-        self._learn_from(result.oom, plan.shape, now_fs)
+        if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
+            victim, reason = hopeless
+            self._retire(victim, now_fs)
+            self._end(victim, Outcome.FAILED, reason, now_fs)
         return Committed(result.steps, computed, usage, table_slots, written, first_gap_fs)
 
     def close(self, now_fs: int) -> None:
@@ -301,89 +319,8 @@ class EngineCore:
         self._decisions = Decisions()
 
     def check(self) -> None:
-        """Verify the books: I1 to I5 after any event.
-
-        Raises IntegrityError naming the blocks or requests that are wrong.
-        """
-        scheduler = self._scheduler
-        self.pool.check((request.request_id, request.table.blocks) for request in scheduler.running.values())
-        shares = self._draft.shares if self._draft is not None else {}
-        for order, request in scheduler.running.items():
-            tokens = scheduler.decode.computed(request)
-            if order in shares:
-                tokens += shares[order].num_tokens
-            elif request.decoding and self._draft is not None and self._draft.decode:
-                tokens += 1
-            expected = blocks_for(tokens, self.config.block_size)
-            if len(request.table) != expected:
-                raise IntegrityError(
-                    f"{request.request_id} has {len(request.table)} blocks for {tokens} tokens, which need {expected}"
-                )
-        table_blocks = sum(request.held_blocks for request in scheduler.running.values())
-        if scheduler.table_blocks != table_blocks:
-            raise IntegrityError(f"{table_blocks} table entries exist, {scheduler.table_blocks} are counted")
-        self._scheduler.cpu_pool.check((request.request_id, request.cpu_blocks) for request in self._scheduler.swapped)
-        in_system = self.num_running + self.num_waiting
-        if in_system != self.num_unfinished:
-            raise IntegrityError(
-                f"{self.num_unfinished} requests are in the system, but {in_system} are running or waiting"
-            )
-
-    # -- pressure ---------------------------------------------------------------------------------------------------
-
-    def _climb(self, now_fs: int) -> None:
-        """Let the ladder react to the state before this step, and carry out what its rungs do to running requests."""
-        ladder, scheduler = self._ladder, self._scheduler
-        if ladder is None:
-            return
-        changes = ladder.update(scheduler.view_at(now_fs))
-        self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in changes]
-        relief = Draft(budget=0)
-        for rung, on in changes:
-            if rung.action == "drop_cache" and on:
-                self.pool.drop_cached()
-        for rung in ladder.active:
-            if rung.action in ("pause", "swap_out"):
-                scheduler.pause_running(rung.value, rung.action, relief, now_fs)
-            elif rung.action in ("cap_running", "truncate"):
-                for request in [r for r in scheduler.running.values() if not scheduler.knobs.spares(r.spec.priority)]:
-                    if rung.action == "cap_running":
-                        scheduler.cap_output(request, int(rung.value), rung.action)
-                    elif blocks := scheduler.truncate_context(request, int(rung.value), now_fs):
-                        relief.released.append((request.request_id, blocks))
-        self._note(relief, now_fs)
-
-    def _learn_from(self, oom: OomReport | None, shape: BatchShape, now_fs: int) -> None:
-        """After a step that ran out of memory, go on with half its tokens; if that fails too, end the request that asks for most.
-
-        After 16 good steps the cap doubles, until it is gone.
-        """
-        scheduler = self._scheduler
-        if oom is None:
-            self._ooms_in_a_row = 0
-            self._steps_since_oom += 1
-            if scheduler.token_cap is not None and self._steps_since_oom % 16 == 0:
-                scheduler.token_cap *= 2
-                if scheduler.token_cap >= self.config.max_num_batched_tokens:
-                    scheduler.token_cap = None
-            return
-        self.oom_events += 1
-        self._ooms_in_a_row += 1
-        self._steps_since_oom = 0
-        if self._ladder is not None:
-            self._ladder.note_oom()
-        scheduler.token_cap = max(1, shape.num_tokens // 2)
-        if self._ooms_in_a_row > 1 and scheduler.running:
-            victim = max(
-                scheduler.running.values(),
-                key=lambda r: (r.num_tokens - r.num_computed_tokens if not r.decoding else 1, r.spec.priority, r.order),
-            )
-            reason = (
-                f"out of memory in {oom.op}: {oom.requested_bytes} bytes wanted, {oom.free_bytes} free, "
-                f"also after the step was cut to {shape.num_tokens} tokens"
-            )
-            self._retire(victim, now_fs)
-            self._end(victim, Outcome.FAILED, reason, now_fs)
+        """Verify the books. Raises IntegrityError naming the blocks or requests that are wrong."""
+        check_books(self._scheduler, self._draft, self.num_unfinished)
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
 
@@ -391,9 +328,7 @@ class EngineCore:
         """Move the decisions of a draft to the log, and end what it found unservable."""
         decisions = self._decisions
         decisions.preempted += [request.request_id for request in draft.preempted]
-        if self._ladder is not None:
-            for _ in draft.preempted:
-                self._ladder.note_preemption(self._scheduler.decode.clock)
+        self._pressure.note_preemptions(len(draft.preempted))
         decisions.released += draft.released
         decisions.admitted += [request.request_id for request in draft.admitted]
         decisions.copied += draft.copies
@@ -415,51 +350,8 @@ class EngineCore:
                 f"{head.num_tokens} tokens, and {self.pool.num_free} of {self.pool.num_blocks} blocks are free"
             )
 
-    def _shape(self, draft: Draft) -> BatchShape:
-        decode = self._scheduler.decode
-        prefill: list[tuple[int, int]] = []
-        seqs = sampled = len(decode) if draft.decode else 0
-        context = decode.context_tokens if draft.decode else 0
-        for share in draft.shares.values():
-            sampled += share.samples
-            if share.num_tokens == 1 and share.context_tokens and share.samples:
-                seqs += 1
-                context += share.context_tokens + 1
-            else:
-                prefill.append((share.num_tokens, share.context_tokens))
-        return BatchShape(
-            prefill=tuple(prefill),
-            decode_seqs=seqs,
-            decode_context_tokens=context,
-            sampled_seqs=sampled,
-            copied_blocks=len(self._decisions.copied),
-            swapped_blocks=sum(len(pairs) for _, pairs in (*self._decisions.swapped_out, *self._decisions.swapped_in)),
-        )
-
-    def _repeat(self, draft: Draft, max_repeat: int | None) -> int:
-        """How often this step repeats itself before a decision could differ, if nothing arrives and nobody leaves.
-
-        While members of the decode set only grow, the pool only gets fuller, so a request that cannot start now cannot
-        start later in the stretch: evicting a cached block it would have found costs it a hit and saves it a revival.
-        """
-        decode = self._scheduler.decode
-        if draft.shares or draft.changed_queue or self._scheduler.catching_up or not self._scheduler.steady:
-            return 1
-        limit = decode.steps_to_completion() or 1
-        room = self.pool.num_free
-        if self._scheduler.token_cap is not None:
-            return 1
-        if self._ladder is not None:
-            until_change = self._ladder.blocks_until_change(self._scheduler.view)
-            if until_change is None:
-                return 1
-            room = min(room, until_change)
-        if max_repeat is not None:
-            limit = min(limit, max_repeat)
-        return 1 + decode.steps_that_fit(room, 1, limit - 1)
-
     def _scheduled(self, step: int, ahead: int) -> tuple[ScheduledRequest, ...]:
-        """The requests of step `step + ahead`, in running order, with the tables they will have then.
+        """The requests of step `step + ahead`, with the tables they will have then.
 
         Raises RuntimeError if the plan that starts at `step` is not out any more, ValueError if it has no such step.
         """
@@ -467,47 +359,20 @@ class EngineCore:
             raise RuntimeError(f"the plan of step {step} has been committed: its tables may be gone")
         if not 0 <= ahead < self._plan.repeat:
             raise ValueError(f"step {ahead} of a plan of {self._plan.repeat} steps was asked for; they count from 0")
-        decode, draft = self._scheduler.decode, self._draft
-        future = self._future_blocks(ahead)
-        scheduled = []
-        for order, request in self._scheduler.running.items():
-            if request.decoding and draft.decode:
-                blocks = (*request.table.blocks, *future.get(order, ()))
-                scheduled.append(
-                    ScheduledRequest(request.request_id, 1, decode.computed(request) + ahead, blocks, samples=True)
-                )
-            elif (share := draft.shares.get(order)) is not None:
-                blocks = tuple(request.table.blocks)
-                scheduled.append(
-                    ScheduledRequest(request.request_id, share.num_tokens, share.context_tokens, blocks, share.samples)
-                )
-        return tuple(scheduled)
-
-    def _future_blocks(self, ahead: int) -> dict[int, list[int]]:
-        """Blocks that steps 1 to `ahead` of the stretch will allocate, by admission order."""
-        decode = self._scheduler.decode
-        needing = [request.order for step in range(1, ahead + 1) for request in decode.needing_block(step)]
-        future: dict[int, list[int]] = {}
-        for order, block_id in zip(needing, self.pool.peek(len(needing)), strict=True):
-            future.setdefault(order, []).append(block_id)
-        return future
+        return scheduled_in(ahead, self._draft, self._scheduler)
 
     # -- parts of a commit ------------------------------------------------------------------------------------------
 
-    def _leap(
-        self, plan: StepPlan, result: StepResult
-    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], dict[int, list[int]]]:
-        """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them.
-
-        Returns owned blocks and table slots (see `Committed`), and what the last step took, by admission order.
-        """
+    def _leap(self, plan: StepPlan, result: StepResult) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
+        assert self._draft is not None
         scheduler, decode = self._scheduler, self._scheduler.decode
         block_size = self.config.block_size
-        slots = scheduler.table_blocks * block_size
+        slots = scheduler.holdings.table_blocks * block_size
         usage, table_slots = [(0, self.pool.num_owned)], [slots]
-        grown: dict[int, list[int]] = {}
-        for ahead in range(1, result.steps):
-            grown = {}
+        steps, computed = result.steps, result.steps_computed
+        for ahead in range(1, steps):
+            grown: dict[int, list[int]] = {}
             if decode.num_needing_block(ahead):
                 grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
                 slots += len(grown) * block_size
@@ -515,7 +380,9 @@ class EngineCore:
                 table_slots.append(slots)
             if self._sink is not None:
                 self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
-        return tuple(usage), tuple(table_slots), grown
+            if ahead == computed:  # the step that ran out of memory: what it took is taken back
+                self._draft.decode_blocks = grown
+        return tuple(usage), tuple(table_slots)
 
     def _share_done(self, draft: Draft, request: Request) -> None:
         """The step of a request whose client left was computed all the same: its blocks hold what they were meant to."""
@@ -550,10 +417,9 @@ class EngineCore:
                 scheduler.decode.join(request)
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
-        held_blocks = request.held_blocks
         self._retire(request, now_fs)
         spec = request.spec
-        self._scheduler.drain.ended(now_fs, spec, held_blocks, request.num_output_tokens)
+        self._scheduler.drain.ended(now_fs, spec, request.num_output_tokens, others_wait=self.num_waiting > 0)
         capped = (
             request.num_output_tokens >= (spec.max_tokens or spec.output_tokens + 1)
             or request.num_tokens >= self.config.max_model_len
@@ -565,7 +431,7 @@ class EngineCore:
     def _retire(self, request: Request, now_fs: int) -> None:
         """Take a request out of the running set and give its blocks back."""
         self._scheduler.retire(request)
-        released = self._scheduler.release(
+        released = self._scheduler.holdings.release(
             request, request.outcome.value if request.outcome else "finished", now_fs, reusable=False
         )
         self._decisions.released.append((request.request_id, released))
@@ -577,7 +443,7 @@ class EngineCore:
         self._decisions.rejected.append((request.request_id, rejection.reason))
 
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
-        self._scheduler.forget_private(request)
+        self._scheduler.holdings.forget_private(request)
         request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
         if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
             self._scheduler.backlog_tokens -= request.spec.input_tokens
@@ -586,11 +452,4 @@ class EngineCore:
     def _log(self, step: int, start_fs: int, grown: dict[int, list[int]], decisions: Decisions) -> None:
         assert self._sink is not None
         assert self._draft is not None
-        shares = self._draft.shares
-        scheduled = []
-        for order, request in self._scheduler.running.items():
-            if request.decoding and self._draft.decode:
-                scheduled.append((request.request_id, 1, grown.get(order, [])))
-            elif order in shares:
-                scheduled.append((request.request_id, shares[order].num_tokens, shares[order].new_blocks))
-        self._sink(decisions.entry(step, scheduled), start_fs)
+        self._sink(decisions.entry(step, log_rows(self._draft, self._scheduler, grown)), start_fs)

@@ -80,14 +80,21 @@ class LadderConfig:
     """Requests whose priority is this or more important (smaller) are never degraded."""
 
 
-STANDARD_LADDER = LadderConfig(
-    rungs=(
-        Rung(action="pause_admission", signal="shortage", on=0.0001, off=0.0001, hold_s=0.0),
-        Rung(action="cap_new", signal="queue_s", on=4.0, off=1.0, value=256),
-        Rung(action="shed", signal="queue_s", on=8.0, off=4.0, hold_s=0.0),
+def standard_ladder(ttft_limit_s: float = 2.0, guard_priority: int = 0) -> LadderConfig:
+    """kvtwin's own ladder for a service whose first tokens are due within `ttft_limit_s` seconds.
+
+    Unimportant requests are held back while decodes would run out of blocks; shortened when the next of them has waited a
+    quarter of the limit; and sent away, with a time to come back, when it has waited seven tenths of it: what is started later than
+    that would be late, and would make those behind it late too.
+    """
+    return LadderConfig(
+        rungs=(
+            Rung(action="pause_admission", signal="shortage", on=0.0001, off=0.0001, hold_s=0.0),
+            Rung(action="cap_new", signal="queue_s", on=0.25 * ttft_limit_s, off=0.125 * ttft_limit_s, value=512),
+            Rung(action="shed", signal="queue_s", on=0.7 * ttft_limit_s, off=0.7 * ttft_limit_s, hold_s=0.0),
+        ),
+        guard_priority=guard_priority,
     )
-)
-"""kvtwin's own: keep decodes from running out of blocks, shorten and finally send away unimportant work when the queue grows old."""
 
 
 @dataclass(slots=True)

@@ -53,62 +53,79 @@ class OutputLengths:
         return self._sum / len(self.all) if self.all else None
 
 
-class DrainMeter:
-    """How fast the engine gives room back: the last completions and prompt tokens served, with their times."""
+class Rate:
+    """Amounts and the times they took: how much a second, over the last so many."""
 
-    KEEP = 64
-    """Events that a rate is taken over."""
+    def __init__(self, keep: int) -> None:
+        self._last: deque[tuple[int, int]] = deque(maxlen=keep)
+        self._fs = self._amount = 0
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def add(self, took_fs: int, amount: int) -> None:
+        """So much in so much time."""
+        if len(self._last) == self._last.maxlen:
+            self._fs -= self._last[0][0]
+            self._amount -= self._last[0][1]
+        self._last.append((took_fs, amount))
+        self._fs += took_fs
+        self._amount += amount
+
+    def per_s(self) -> float | None:
+        """Amount a second; None before any time has passed."""
+        return self._amount * FS_PER_S / self._fs if self._fs else None
+
+    def mean(self) -> float | None:
+        """Mean amount; None without any."""
+        return self._amount / len(self._last) if self._last else None
+
+
+class DrainMeter:
+    """How fast the engine computes prompts and gives room back."""
+
+    KEEP_GAPS = 256
+    """Completions that a rate is taken over."""
+    KEEP_PROMPTS = 64
+    """Prompts that a rate is taken over."""
+    ENOUGH = 8
+    """Completions of a full engine after which those of one that was not full are ignored."""
 
     def __init__(self) -> None:
-        self._times_fs: deque[int] = deque(maxlen=self.KEEP)
-        self._tokens: deque[int] = deque(maxlen=self.KEEP)
-        self._blocks: deque[int] = deque(maxlen=self.KEEP)
-        self._prompts: deque[tuple[int, int]] = deque(maxlen=self.KEEP)
-        self._prompt_fs = self._prompt_tokens = self._last_prompt_fs = 0
+        self._full_gaps, self._all_gaps = Rate(self.KEEP_GAPS), Rate(self.KEEP_GAPS)
+        self._prompts = Rate(self.KEEP_PROMPTS)
+        self._last_end_fs: int | None = None
+        self._last_prompt_fs = 0
         self.outputs = OutputLengths()
         """How long outputs were."""
 
-    def ended(self, now_fs: int, spec: RequestSpec, blocks: int, output_tokens: int) -> None:
-        """A request has left after being served."""
-        self._times_fs.append(now_fs)
-        self._tokens.append(spec.input_tokens)
-        self._blocks.append(blocks)
+    def ended(self, now_fs: int, spec: RequestSpec, output_tokens: int, *, others_wait: bool) -> None:
+        """A request has left after being served. If `others_wait` the engine was full, and what it does is what it can."""
+        if self._last_end_fs is not None:
+            for gaps in (self._all_gaps, self._full_gaps) if others_wait else (self._all_gaps,):
+                gaps.add(now_fs - self._last_end_fs, 1)
+        self._last_end_fs = now_fs
         self.outputs.add(spec.tenant, output_tokens)
 
     def prompt_done(self, now_fs: int, arrival_fs: int, tokens: int) -> None:
         """A request has its first token. The time it took, from its arrival or the prompt done before it, is time with a backlog."""
-        if len(self._prompts) == self.KEEP:
-            self._prompt_fs -= self._prompts[0][0]
-            self._prompt_tokens -= self._prompts[0][1]
-        took_fs = now_fs - max(arrival_fs, self._last_prompt_fs)
+        self._prompts.add(now_fs - max(arrival_fs, self._last_prompt_fs), tokens)
         self._last_prompt_fs = now_fs
-        self._prompts.append((took_fs, tokens))
-        self._prompt_fs += took_fs
-        self._prompt_tokens += tokens
+
+    def requests_per_s(self) -> float | None:
+        """Requests that leave a second while others wait, or at all until that has been seen; None before two have left.
+
+        Counting the time in which nobody waits would measure how few requests come, not how many the engine can serve.
+        """
+        return (self._full_gaps if len(self._full_gaps) >= self.ENOUGH else self._all_gaps).per_s()
 
     def prefill_tokens_per_s(self) -> float | None:
         """Prompt tokens computed a second of time in which some prompt waited or was being computed; None before the first.
 
-        Over the last 64 prompts. It counts what a new arrival will meet: steps shared with decodes, and waiting for blocks.
+        It counts what a new arrival will meet: steps shared with decodes, and waiting for blocks.
         """
-        return self._prompt_tokens * FS_PER_S / self._prompt_fs if self._prompt_fs else None
+        return self._prompts.per_s()
 
     def mean_prompt_tokens(self) -> float | None:
-        """Mean length of the last 64 prompts computed."""
-        return self._prompt_tokens / len(self._prompts) if self._prompts else None
-
-    def _per_s(self, amount: int, now_fs: int) -> float | None:
-        elapsed_fs = now_fs - self._times_fs[0] if len(self._times_fs) > 1 else 0
-        return amount * FS_PER_S / elapsed_fs if elapsed_fs > 0 else None
-
-    def requests_per_s(self, now_fs: int) -> float | None:
-        """Requests that leave a second, over the last 64; None before two have left."""
-        return self._per_s(len(self._times_fs) - 1, now_fs)
-
-    def prompt_tokens_per_s(self, now_fs: int) -> float | None:
-        """Prompt tokens of requests that leave a second."""
-        return self._per_s(sum(self._tokens) - self._tokens[0] if self._tokens else 0, now_fs)
-
-    def blocks_per_s(self, now_fs: int) -> float | None:
-        """KV blocks that requests give back a second as they leave."""
-        return self._per_s(sum(self._blocks) - self._blocks[0] if self._blocks else 0, now_fs)
+        """Mean length of the last prompts computed."""
+        return self._prompts.mean()

@@ -7,7 +7,7 @@ takes the result. Nothing else passes between the core and the world that runs i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from .clock import to_s
@@ -23,12 +23,23 @@ class BatchShape:
     """Sequences that compute exactly one token."""
     decode_context_tokens: int = 0
     """Sum over those sequences of the KV length the attention reads, the new token included, in the first step."""
+    decode_max_context_tokens: int = 0
+    """The longest of those KV lengths; 0 where it is not known. A batch waits for its longest sequence."""
     sampled_seqs: int = 0
     """Rows that reach the LM head and the sampler: decodes, and prefill chunks that end their prompt."""
     copied_blocks: int = 0
     """Block copies on the device (copy-on-write)."""
     swapped_blocks: int = 0
     """Blocks moved between the device and the CPU pool, both directions together."""
+
+    def later(self, steps: int) -> BatchShape:
+        """The shape of the same decode step `steps` repetitions later."""
+        longest = self.decode_max_context_tokens
+        return replace(
+            self,
+            decode_context_tokens=self.decode_context_tokens + steps * self.decode_seqs,
+            decode_max_context_tokens=longest + steps if longest else 0,
+        )
 
     @property
     def prefill_tokens(self) -> int:
@@ -84,6 +95,8 @@ class Durations:
     @property
     def steps(self) -> int:
         """How many steps there are."""
+        if len(self.segments) == 1:
+            return self.segments[0].steps
         return sum(segment.steps for segment in self.segments)
 
     @property
@@ -93,7 +106,7 @@ class Durations:
 
     def before_fs(self, step: int) -> int:
         """Time from the start of the stretch to the start of `step` (equally: to the end of `step - 1`)."""
-        if len(self.segments) == 1:  # nearly always
+        if len(self.segments) == 1:
             return self.segments[0].total_fs(step)
         total = 0
         for segment in self.segments:
@@ -179,7 +192,7 @@ class StepPlan:
     """How many times the decode step is repeated; 1 for every step that is not a pure decode."""
     start_fs: int
     shape: BatchShape
-    """Sizes of the first step; each repetition adds `decode_seqs` to `decode_context_tokens`."""
+    """Sizes of the first step; each repetition adds `decode_seqs` to `decode_context_tokens` and 1 to `decode_max_context_tokens`."""
     copies: tuple[tuple[int, int], ...] = ()
     """Block copies `(source, destination)` that must be done before anything is written."""
     swap_outs: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()

@@ -38,6 +38,8 @@ class Policy:
     """Who gives way when blocks run out."""
     batching: Batching = Batching.MIXED
     """What may share a step."""
+    eviction: str = "lru"
+    """In which order free blocks are taken, and the prefix cache forgets: one of `eviction.EVICTIONS`."""
     ladder: LadderConfig | None = None
     """Steps of degradation under pressure; None for an engine that only queues, preempts or fails."""
     swap: bool = False

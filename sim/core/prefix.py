@@ -54,7 +54,7 @@ class BlockKeys:
     content that nothing names, have keys private to the request: it can find them again after a preemption, nobody else can.
     """
 
-    __slots__ = ("_block_size", "_chains", "_private", "_spec", "_table", "num_shared")
+    __slots__ = ("_block_size", "_chains", "_num_named", "_private", "_spec", "_table", "num_shared")
 
     def __init__(self, spec: RequestSpec, block_size: int, table: KeyTable) -> None:
         self._spec = spec
@@ -62,10 +62,9 @@ class BlockKeys:
         self._table = table
         self._chains: list[int] | None = None
         self._private = 0
-        named = len(spec.content_ids) * spec.content_block_tokens
-        if named and len(spec.content_ids) <= -(-spec.input_tokens // spec.content_block_tokens):
-            named = min(named, spec.input_tokens)  # the last id names a part of its span: what follows it is output
-        self.num_shared = named // block_size
+        self._num_named = spec.named_tokens // block_size
+        whole_prompt = spec.input_tokens // block_size if spec.sample_of else 0
+        self.num_shared = max(self._num_named, whole_prompt)
         """Leading blocks whose content other requests may share."""
 
     def key(self, index: int) -> int:
@@ -74,7 +73,7 @@ class BlockKeys:
 
     def keys(self, start: int, stop: int) -> list[int]:
         """Keys of blocks [start, stop)."""
-        shared_stop = min(stop, self.num_shared)
+        shared_stop = min(stop, self._num_named)
         keys: list[int] = []
         if start < shared_stop:
             chains, block_size, span = self._shared_chains(), self._block_size, self._spec.content_block_tokens
@@ -82,13 +81,22 @@ class BlockKeys:
                 chains[((index + 1) * block_size - 1) // span] << _INDEX_BITS | index
                 for index in range(start, shared_stop)
             ]
-        first_private = max(start, shared_stop)
+        sampled_stop = min(stop, self.num_shared)
+        if max(start, shared_stop) < sampled_stop:
+            base = self._prompt_chain() << _INDEX_BITS
+            keys += range(base + max(start, shared_stop), base + sampled_stop)
+        first_private = max(start, sampled_stop)
         if first_private < stop:
             if not self._private:
                 self._private = self._table.private()
             base = self._private << _INDEX_BITS
             keys += range(base + first_private, base + stop)
         return keys
+
+    def _prompt_chain(self) -> int:
+        """The chain of a prompt that nothing names, shared by the samples of one request."""
+        spec = self._spec
+        return self._table.chain(spec.namespace, 0, (*spec.content_ids, ("prompt of", spec.sample_of)))[-1]
 
     def _shared_chains(self) -> list[int]:
         if self._chains is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -48,13 +48,17 @@ class RequestSpec:
     content_block_tokens: int = 0
     """Tokens named by one content id: 512 in the Mooncake traces, the block size when ids are made from real tokens."""
     namespace: Namespace = Namespace()
+    n: int = 1
+    """Samples of this prompt to produce; see `samples`."""
+    sample_of: str = ""
+    """Requests with the same value here have the same prompt, named or not."""
     cancel_after_s: float | None = None
     """The client goes away this long after arrival, if it is not served by then."""
     timeout_s: float | None = None
     """The client gives up this long after arrival, if it is not served by then."""
 
     def __post_init__(self) -> None:
-        for name in ("input_tokens", "output_tokens", "max_tokens"):
+        for name in ("input_tokens", "output_tokens", "max_tokens", "n"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"request {self.request_id}: {name} is {value}; it must be at least 1")
@@ -67,6 +71,26 @@ class RequestSpec:
     def target_tokens(self) -> int:
         """Output tokens this request ends with when nothing interferes."""
         return self.output_tokens if self.max_tokens is None else min(self.output_tokens, self.max_tokens)
+
+    @property
+    def named_tokens(self) -> int:
+        """Leading tokens, prompt and output, whose content `content_ids` names: what others may share."""
+        named = len(self.content_ids) * self.content_block_tokens
+        if named and len(self.content_ids) <= -(-self.input_tokens // self.content_block_tokens):
+            named = min(named, self.input_tokens)  # the last id names a part of its span: what follows it is output
+        return named
+
+
+def samples(spec: RequestSpec) -> tuple[RequestSpec, ...]:
+    """The `n` requests that stand for one request with `n` samples, as in vLLM V1: each is scheduled on its own, all share the
+    full blocks of their prompt, and all leave when the client leaves. They are called `id#0`, `id#1`, ….
+    """
+    if spec.n == 1:
+        return (spec,)
+    return tuple(
+        replace(spec, request_id=f"{spec.request_id}#{index}", n=1, sample_of=spec.request_id)
+        for index in range(spec.n)
+    )
 
 
 class State(Enum):

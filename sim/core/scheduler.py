@@ -12,17 +12,16 @@ from collections import deque
 
 from .admission import Admission, Rejection
 from .blocks import NO_BLOCK, BlockPool
-from .clock import to_s
 from .config import EngineConfig
 from .decode import DecodeSet
 from .draft import Draft, Share
+from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
-from .need import admission_blocks, blocks_for, new_blocks_for_whole, skipped_blocks
+from .need import blocks_for, skipped_blocks
 from .policy import Batching, Policy
-from .preemption import worst_priority
+from .relief import cap_output, is_paused, shed
 from .request import Request, State
-from .sharing import SharingMeter
 from .tables import BlockTables
 from .view import EngineView
 
@@ -36,7 +35,8 @@ class Scheduler:
         self._tables = tables
         self._admission = admission
         self._policy = policy
-        self._next_order = 0
+        self.num_admissions = 0
+        """Admissions so far; the next one gets this as its order."""
         self.swapped: deque[Request] = deque()
         """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
         self.cpu_pool = BlockPool(config.num_cpu_blocks)
@@ -47,6 +47,7 @@ class Scheduler:
         """Those of them with more to compute than the decode set's one token, or that missed a step."""
         self.knobs = Knobs()
         """What the degradation ladder has turned."""
+        self.holdings = Holdings(config, tables, self.knobs, self.running.values)
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
@@ -55,9 +56,6 @@ class Scheduler:
         self._running_changes = 0
         self.backlog_tokens = 0
         """Prompt tokens of all requests that have not got their first token."""
-        self.table_blocks = 0
-        """Entries in all block tables; a shared block counts once a holder."""
-        self._sharing = SharingMeter(self.pool, self.running.values)
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
         """Prompt tokens looked up, and found, at first admissions; what a request finds of its own after a preemption does not count."""
@@ -80,7 +78,7 @@ class Scheduler:
         draft = Draft(budget=self._step_budget())
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
-        self._shed(draft, now_fs)
+        shed(self, draft, now_fs)
         if self._policy.batching is Batching.PREFILL_FIRST:
             draft.decode = False
             self._serve_prompts(draft, now_fs)
@@ -159,7 +157,7 @@ class Scheduler:
         grown: dict[int, list[int]] = {}
         for request, block_id in zip(needing, blocks, strict=True):
             request.table.blocks.append(block_id)
-            self._hold(request, 1, now_fs)
+            self.holdings.hold(request, 1, now_fs)
             grown[request.order] = [block_id]
         return grown
 
@@ -175,7 +173,7 @@ class Scheduler:
                 self.retire(request)
                 draft.unservable.append((request, outgrown))
                 draft.released.append(
-                    (request.request_id, self.release(request, "outgrew the pool", now_fs, reusable=False))
+                    (request.request_id, self.holdings.release(request, "outgrew the pool", now_fs, reusable=False))
                 )
                 continue
             asked = self._ask(request, draft)  # settled before victims are looked for, as in vLLM
@@ -185,7 +183,7 @@ class Scheduler:
                 del order[place]
                 position -= place < position
                 self._undo(victim, served, draft)
-                self._give_way(victim, draft, now_fs)
+                self.give_way(victim, draft, now_fs)
                 if victim is request:
                     break
             if num_tokens is None:
@@ -212,33 +210,27 @@ class Scheduler:
         """Tokens a running request wants from this step."""
         computed = self.decode.computed(request)
         wanted = min(self.decode.known(request) - computed, self._allowed(request, draft))
-        return wanted if self.config.sliding_window is None else min(wanted, self._tokens_that_fit(computed))
-
-    def _tokens_that_fit(self, computed_tokens: int) -> int:
-        """Most tokens that a request with a sliding window could compute at once if the whole pool were free (at least 1)."""
-        block_size = self.config.block_size
-        skipped = skipped_blocks(computed_tokens, block_size, self.config.sliding_window)
-        return max((self.pool.num_blocks + skipped) * block_size - computed_tokens, 1)
+        return wanted if self.config.sliding_window is None else min(wanted, self.holdings.tokens_that_fit(computed))
 
     def _serve(self, request: Request, num_tokens: int, draft: Draft, now_fs: int) -> int | None:
         """Schedule a running request for `num_tokens`; None when its blocks are not free."""
         if not num_tokens:
             return 0
         computed = self.decode.computed(request)
-        self._slide(request, computed, draft, now_fs)
+        self.holdings.slide(request, computed, draft, now_fs)
         allocation = self._tables.grow(request.table, computed, num_tokens)
         if allocation is None:
             return None
-        self._hold(request, len(allocation.new_blocks), now_fs)
+        self.holdings.hold(request, len(allocation.new_blocks), now_fs)
         if allocation.copies:
             draft.copies += allocation.copies
-            self._sharing.leave_some(request, [source for source, _ in allocation.copies], now_fs)
+            self.holdings.sharing.leave_some(request, [source for source, _ in allocation.copies], now_fs)
         self._take(request, num_tokens, draft)
         if request.decoding:
             draft.decode_blocks[request.order] = allocation.new_blocks
         else:
             draft.shares[request.order] = Share(request, num_tokens, computed, allocation.new_blocks)
-            self._register(request, computed + num_tokens)
+            self.holdings.register(request, computed + num_tokens)
         return num_tokens
 
     def _outgrown(self, request: Request, tokens: int, blocks: int) -> str:
@@ -254,14 +246,14 @@ class Scheduler:
         skipped = skipped_blocks(computed, self.config.block_size, self.config.sliding_window)
         return tokens, blocks_for(tokens, self.config.block_size) - skipped
 
-    def _give_way(self, victim: Request, draft: Draft, now_fs: int) -> None:
+    def give_way(self, victim: Request, draft: Draft, now_fs: int) -> None:
         """Take a running request's blocks, and put it where it can come back from: the CPU pool if allowed and free, else the queue."""
         if victim.decoding:
             self.decode.leave(victim)
         victim.computed_high = max(victim.computed_high, victim.num_computed_tokens)
         victim.num_preemptions += 1
         draft.preempted.append(victim)
-        self._slide(victim, victim.num_computed_tokens, draft, now_fs)
+        self.holdings.slide(victim, victim.num_computed_tokens, draft, now_fs)
         stop = blocks_for(victim.num_computed_tokens, self.config.block_size)
         kept = [block_id for block_id in victim.table.blocks[:stop] if block_id != NO_BLOCK]
         may_swap = self._policy.swap and kept and not victim.dropped_tokens
@@ -272,7 +264,7 @@ class Scheduler:
             victim.state = State.SWAPPED
             self.swapped.appendleft(victim)
         why = "preempted" if cpu_blocks is None else "swapped out"
-        draft.released.append((victim.request_id, self.release(victim, why, now_fs, reusable=True)))
+        draft.released.append((victim.request_id, self.holdings.release(victim, why, now_fs, reusable=True)))
         self._remove(victim)
         if cpu_blocks is None:
             victim.num_computed_tokens = victim.dropped_tokens = 0
@@ -284,7 +276,7 @@ class Scheduler:
 
     def _admit(self, draft: Draft, now_fs: int) -> None:
         """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last."""
-        while self.swapped and not self._is_paused(self.swapped[0]):
+        while self.swapped and not is_paused(self, self.swapped[0]):
             if not draft.budget or len(self.running) >= self.config.max_num_seqs or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
         while draft.budget and len(self.running) < self.config.max_num_seqs:
@@ -313,7 +305,7 @@ class Scheduler:
         draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, allocation.new_blocks, strict=False))))
         self._free_cpu_blocks(request)
         self._run(request, now_fs)
-        self._hold(request, len(allocation.new_blocks), now_fs)
+        self.holdings.hold(request, len(allocation.new_blocks), now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
         draft.shares[request.order] = Share(request, num_tokens, computed, allocation.new_blocks)
@@ -322,14 +314,14 @@ class Scheduler:
     def _try_start(self, request: Request, draft: Draft, now_fs: int) -> bool:
         """Start the head of the queue, or send it away; False leaves it where it is."""
         config, tables = self.config, self._tables
-        if self._is_paused(request):
+        if is_paused(self, request):
             request.degrade("pause_admission")
             return False
-        if outgrown := self._outgrown(request, request.num_tokens, self._whole_blocks(request)):
+        if outgrown := self._outgrown(request, request.num_tokens, self.holdings.whole_blocks(request)):
             self.waiting.pop()  # preempted at a length at which it could not come back
             draft.unservable.append((request, outgrown))
             return True
-        hits = self._find(request)
+        hits = self.holdings.find(request)
         hit_tokens = len(hits) * config.block_size
         missing = request.num_tokens - hit_tokens
         allowed = self._allowed(request, draft)
@@ -337,10 +329,10 @@ class Scheduler:
             return False
         num_tokens = min(missing, allowed)
         if config.sliding_window is not None:
-            num_tokens = min(num_tokens, self._tokens_that_fit(hit_tokens))
+            num_tokens = min(num_tokens, self.holdings.tokens_that_fit(hit_tokens))
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
-            need = max(need, self._prompt_blocks(request, hits))
+            need = max(need, self.holdings.prompt_blocks(request, hits))
         said = self._admission.may_start(request, need, self.view_at(now_fs))
         if isinstance(said, Rejection):
             self.waiting.pop()
@@ -355,142 +347,23 @@ class Scheduler:
         request.num_registered = len(hits)
         cap = self.knobs.cap_new
         if cap is not None and not self.knobs.spares(request.spec.priority):
-            self.cap_output(request, cap, "cap_new")
+            cap_output(self, request, cap, "cap_new")
         if not request.num_preemptions:
             request.prefix_hit_tokens = hit_tokens
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
-        self._hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
+        self.holdings.hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
         if hits:
-            self._sharing.join(request, hits, now_fs)
+            self.holdings.sharing.join(request, hits, now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
         draft.shares[request.order] = Share(request, num_tokens, hit_tokens, [*hits, *allocation.new_blocks])
-        self._register(request, hit_tokens + num_tokens)
+        self.holdings.register(request, hit_tokens + num_tokens)
         return True
 
-    def _is_paused(self, request: Request) -> bool:
-        """Whether the ladder keeps this request out; never when nothing runs, or it would be kept out for ever."""
-        return bool(self.running) and not self.knobs.admit_below_guard and not self.knobs.spares(request.spec.priority)
-
-    def _shed(self, draft: Draft, now_fs: int) -> None:
-        """Send away queued requests that the ladder has given up on, as long as one of them is first."""
-        limit_s = self.knobs.shed_after_s
-        while limit_s is not None and (request := self.waiting.head()) is not None:
-            waited_s = to_s(now_fs - request.arrival_fs)
-            if self.knobs.spares(request.spec.priority) or waited_s < limit_s or request.num_preemptions:
-                return
-            self.waiting.pop()
-            request.degrade("shed")
-            ahead, rate = len(self.waiting), self.drain.requests_per_s(now_fs)
-            retry_s = None if rate is None else (ahead + 1) / rate
-            again = (
-                ""
-                if retry_s is None
-                else f"; {ahead} are ahead and {rate:.3g} leave a second, so try again in {retry_s:.1f} s"
-            )
-            draft.turned_away.append(
-                (
-                    request,
-                    Rejection(
-                        code="shed",
-                        http_status=503,
-                        reason=f"the server is busy: waited {waited_s:.1f} s at priority {request.spec.priority}{again}",
-                        retry_after_s=retry_s,
-                    ),
-                )
-            )
-
-    def cap_output(self, request: Request, output_tokens: int, action: str) -> None:
-        """Let a request finish after `output_tokens` tokens, or its next one, if that is sooner than it would."""
-        target = max(request.spec.input_tokens + output_tokens, self.decode.known(request) + 1)
-        if target < request.target_tokens:
-            request.degrade(action)
-            if request.decoding:
-                self.decode.retarget(request, target)
-            else:
-                request.target_tokens = target
-
-    def truncate_context(self, request: Request, keep_tokens: int, now_fs: int) -> list[int]:
-        """Give up a running request's blocks between its first and its last `keep_tokens` tokens; returns them.
-
-        What is left is an attention sink and a window (StreamingLLM, Xiao et al. 2024); the answer changes, and the request says so.
-        """
-        block_size = self.config.block_size
-        keep_from = max(self.decode.computed(request) - keep_tokens, 0) // block_size
-        middle = [block_id for block_id in request.table.blocks[1:keep_from] if block_id != NO_BLOCK]
-        if not middle:
-            return []
-        self._sharing.leave_some(request, middle, now_fs)
-        self.pool.release(middle, f"{request.request_id} (truncated)")
-        request.table.blocks[1:keep_from] = [NO_BLOCK] * (keep_from - 1)
-        self._hold(request, -len(middle), now_fs)
-        request.degrade("truncate")
-        if request.decoding:
-            self.decode.drop(request, len(middle) * block_size)
-        else:
-            request.dropped_tokens += len(middle) * block_size
-        return middle
-
-    def pause_running(self, usage: float, action: str, draft: Draft, now_fs: int) -> None:
-        """Take the blocks of running requests below the guard, least important first, until at most `usage` of the pool is owned."""
-        while self.pool.num_owned > usage * self.pool.num_blocks:
-            below = {o: r for o, r in self.running.items() if not self.knobs.spares(r.spec.priority)}
-            if not below or len(self.running) == 1:
-                return
-            victim = worst_priority(below, self.decode.known)
-            if action == "swap_out" and self.cpu_pool.num_free < len(victim.table):
-                return
-            victim.degrade(action)
-            self._give_way(victim, draft, now_fs)
-
-    def _find(self, request: Request) -> list[int]:
-        """Blocks with the longest cached prefix of a waiting request.
-
-        The last token is always computed: something must be sampled from it.
-        """
-        if not self._reuses(request):
-            return []
-        stop = (request.num_tokens - 1) // self.config.block_size
-        if not request.num_preemptions:
-            stop = min(stop, request.keys.num_shared)  # its private blocks have never been computed
-        hits = self.pool.find(request.keys.keys(0, stop))
-        passed = skipped_blocks(len(hits) * self.config.block_size, self.config.block_size, self.config.sliding_window)
-        return [NO_BLOCK] * passed + hits[passed:]
-
-    def _reuses(self, request: Request) -> bool:
-        """Whether a request takes part in the prefix cache."""
-        if not self.config.enable_prefix_caching:
-            return False
-        if self.knobs.reuse or self.knobs.spares(request.spec.priority):
-            return True
-        request.degrade("no_reuse")
-        return False
-
-    def _prompt_blocks(self, request: Request, hits: list[int]) -> int:
-        """Blocks that the whole of a waiting request takes from the free queue, beyond its hits."""
-        return new_blocks_for_whole(self._whole_blocks(request), len(hits), self.pool.num_unreferenced(hits))
-
-    def _whole_blocks(self, request: Request) -> int:
-        """Blocks that all known tokens of a request come to hold at once, at most.
-
-        With a window that is an upper bound: it does not speak against a request that has run in this pool before.
-        """
-        config = self.config
-        whole = admission_blocks(
-            request.num_tokens,
-            config.block_size,
-            window=config.sliding_window,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
-        if config.sliding_window is not None and request.num_preemptions:
-            return min(whole, self.pool.num_blocks)
-        return whole
-
     def _run(self, request: Request, now_fs: int) -> None:
-        request.order = self._next_order
-        self._next_order += 1
+        request.order = self.num_admissions
+        self.num_admissions += 1
         self._running_changes += 1
         request.state = State.RUNNING
         self.running[request.order] = self.catching_up[request.order] = request
@@ -498,30 +371,6 @@ class Scheduler:
             request.scheduled_fs = now_fs
 
     # -- bookkeeping shared with the engine -------------------------------------------------------------------------
-
-    def release(self, request: Request, why: str, now_fs: int, *, reusable: bool) -> list[int]:
-        """Give back all blocks of a running request that is not in the decode set.
-
-        What others may share stays findable. Private blocks do only if `reusable`: nobody but the request itself could find them.
-        """
-        computed_blocks = request.num_computed_tokens // self.config.block_size
-        blocks = request.table.blocks
-        self.pool.forget(
-            blocks[computed_blocks : request.num_registered]
-        )  # registered for a step that will not be computed
-        if self._reuses(request) and not request.dropped_tokens:
-            self._register_upto(request, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared))
-        self._sharing.leave(request, now_fs)
-        self._hold(request, -request.held_blocks, now_fs)
-        request.num_registered = 0
-        return self._tables.release(request.table, f"{request.request_id} ({why})")
-
-    def forget_private(self, request: Request) -> None:
-        """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for."""
-        if request.num_preemptions:
-            stop = request.computed_high // self.config.block_size
-            private = request.keys.keys(min(request.keys.num_shared, stop), stop)
-            self.pool.forget(block_id for key in private for block_id in self.pool.index.find([key]))
 
     def view_at(self, now_fs: int) -> EngineView:
         """The view for policies, at this time."""
@@ -537,11 +386,22 @@ class Scheduler:
         self.cpu_pool.release(request.cpu_blocks, request.request_id)
         request.cpu_blocks = []
 
+    def retire(self, request: Request) -> None:
+        """Take a running request out of the running set for good; its blocks are released separately."""
+        if request.decoding:
+            self.decode.leave(request)
+        self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        del self.running[request.order]
+        self._running_changes += 1
+        self.catching_up.pop(request.order, None)
+
     def take_back(self, draft: Draft, now_fs: int) -> None:
         """Undo the allocations of a step that computed nothing."""
         for order in draft.decode_blocks:
             request = self.running[order]
-            self._shorten(request, self.decode.computed(request), now_fs)
+            self.holdings.shorten(request, self.decode.computed(request), now_fs)
         void: set[int] = set()
         for share in draft.shares.values():
             request, computed_blocks = share.request, share.context_tokens // self.config.block_size
@@ -555,44 +415,4 @@ class Scheduler:
                 valid = next(index for index, block_id in enumerate(found) if block_id in void)
                 tokens = request.num_computed_tokens = valid * self.config.block_size
             request.num_registered = min(request.num_registered, tokens // self.config.block_size)
-            self._shorten(request, tokens, now_fs)
-
-    def _shorten(self, request: Request, tokens: int, now_fs: int) -> None:
-        dropped = self._tables.truncate(request.table, tokens, f"{request.request_id} (step ran out of memory)")
-        self._sharing.leave_some(request, dropped, now_fs)
-        self._hold(request, -sum(1 for block_id in dropped if block_id != NO_BLOCK), now_fs)
-
-    def retire(self, request: Request) -> None:
-        """Take a running request out of the running set for good; its blocks are released separately."""
-        if request.decoding:
-            self.decode.leave(request)
-        self._remove(request)
-
-    def _slide(self, request: Request, computed_tokens: int, draft: Draft, now_fs: int) -> None:
-        """Give back the blocks that left the attention window."""
-        slid = self._tables.slide(request.table, computed_tokens)
-        if slid:
-            self._sharing.leave_some(request, slid, now_fs)
-            self._hold(request, -len(slid), now_fs)
-            draft.released.append((request.request_id, slid))
-
-    def _hold(self, request: Request, change: int, now_fs: int) -> None:
-        self.table_blocks += change
-        request.hold(change, now_fs)
-
-    def _remove(self, request: Request) -> None:
-        del self.running[request.order]
-        self._running_changes += 1
-        self.catching_up.pop(request.order, None)
-
-    def _register(self, request: Request, computed_tokens: int) -> None:
-        """Make blocks that will be full after this step findable at once: whoever finds them is computed after them."""
-        if not self._reuses(request):
-            return
-        self._register_upto(request, min(computed_tokens // self.config.block_size, request.keys.num_shared))
-
-    def _register_upto(self, request: Request, stop: int) -> None:
-        start = request.num_registered
-        if start < stop:
-            self.pool.index.add(request.table.blocks[start:stop], request.keys.keys(start, stop))
-            request.num_registered = stop
+            self.holdings.shorten(request, tokens, now_fs)

@@ -94,17 +94,19 @@ class BlockTables:
         child.blocks = table.blocks.copy()
         return child
 
-    def truncate(self, table: BlockTable, tokens: int, by: str, fence: int | None = None) -> list[int]:
+    def truncate(
+        self, table: BlockTable, tokens: int, by: str, fence: int | None = None, worth: float = 0.0
+    ) -> list[int]:
         """Give back the blocks beyond the first `tokens` tokens; returns them."""
         keep = blocks_for(tokens, self.block_size)
         dropped = table.blocks[keep:]
-        self.pool.release(dropped, by, fence)
+        self.pool.release(dropped, by, fence, worth)
         del table.blocks[keep:]
         return dropped
 
-    def release(self, table: BlockTable, by: str, fence: int | None = None) -> list[int]:
+    def release(self, table: BlockTable, by: str, fence: int | None = None, worth: float = 0.0) -> list[int]:
         """Give back everything; returns the blocks, in table order, without NO_BLOCK entries."""
-        return [block_id for block_id in self.truncate(table, 0, by, fence) if block_id != NO_BLOCK]
+        return [block_id for block_id in self.truncate(table, 0, by, fence, worth) if block_id != NO_BLOCK]
 
     def slide(self, table: BlockTable, computed_tokens: int) -> list[int]:
         """Give back blocks that no later token attends to, leaving NO_BLOCK in their place; returns them."""

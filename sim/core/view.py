@@ -140,6 +140,11 @@ class EngineView:
         return len(self._scheduler.running)
 
     @property
+    def num_admissions(self) -> int:
+        """Admissions so far, those after a preemption included. With `num_running` it tells whether the running requests are the same."""
+        return self._scheduler.num_admissions
+
+    @property
     def num_waiting(self) -> int:
         """Queued requests, preempted and swapped ones included."""
         return len(self._scheduler.waiting) + len(self._scheduler.swapped)

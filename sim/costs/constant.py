@@ -85,7 +85,9 @@ class FixedCost:
             + self.per_seq_fs * sequences
         )
 
-    def decode_stretch(self, decode_seqs: int, context_tokens: int, steps: int) -> Durations:
+    def decode_stretch(
+        self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
+    ) -> Durations:
         """Durations of `steps` decode steps, each longer than the one before by the cost of its new context tokens."""
         first = self.step_fs(
             BatchShape(decode_seqs=decode_seqs, decode_context_tokens=context_tokens, sampled_seqs=decode_seqs)

@@ -17,11 +17,14 @@ class CostModel(Protocol):
         """Duration of one step of this shape."""
         ...
 
-    def decode_stretch(self, decode_seqs: int, context_tokens: int, steps: int) -> Durations:
+    def decode_stretch(
+        self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
+    ) -> Durations:
         """Durations of `steps` pure decode steps, in closed form.
 
-        Step i reads `context_tokens + i * decode_seqs` tokens of KV (the new tokens included), and must cost exactly what
-        `step_fs(BatchShape(decode_seqs=decode_seqs, decode_context_tokens=..., sampled_seqs=decode_seqs))` says.
+        Step i reads `context_tokens + i * decode_seqs` tokens of KV (the new tokens included), of which the longest sequence
+        `max_context_tokens + i` (0: not known), and must cost exactly what `step_fs(BatchShape(decode_seqs=decode_seqs,
+        decode_context_tokens=..., decode_max_context_tokens=..., sampled_seqs=decode_seqs))` says.
         """
         ...
 

@@ -98,7 +98,9 @@ class Roofline:
             total += sum(self._prefill_attention_fs(tokens, context) for tokens, context in shape.prefill)
         return total
 
-    def decode_stretch(self, decode_seqs: int, context_tokens: int, steps: int) -> Durations:
+    def decode_stretch(
+        self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
+    ) -> Durations:
         """Durations of `steps` pure decode steps, in closed form."""
         first = self.step_fs(
             BatchShape(decode_seqs=decode_seqs, decode_context_tokens=context_tokens, sampled_seqs=decode_seqs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sim.core.engine import Committed
 from sim.core.plan import BatchShape, OomReport, StepPlan, StepResult
@@ -92,10 +92,7 @@ class MemoryRecord:
                 start_fs=start_fs,
                 step=plan.step + last,
                 report=result.oom,
-                shape=replace(
-                    plan.shape,
-                    decode_context_tokens=plan.shape.decode_context_tokens + last * plan.shape.decode_seqs,
-                ),
+                shape=plan.shape.later(last),
                 workspace_bytes=need.bytes,
                 used_blocks=committed.usage[-1][1],
             )

@@ -89,7 +89,7 @@ class Recorder:
         """A request was sent to this replica. It counts as waiting once a decision has left, or will leave, it in the queue."""
         self.num_events += 1
         self._count_in_system(core.num_unfinished, arrived.request.arrival_fs)
-        if self._row is not None and self._row.open and (self._row.waiting or not arrived.may_change_plan):
+        if self._row is not None and self._row.open and (self._row.waiting or not arrived.may_start):
             self._row.waiting = max(self._row.waiting, core.num_waiting)
 
     def planned(self, plan: StepPlan, core: EngineCore) -> None:

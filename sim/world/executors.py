@@ -1,9 +1,21 @@
-"""The executor of a simulation: it does nothing, and says how long that would have taken."""
+"""Executors that need no device: one that prices plans, one that writes down what another measured, one that plays it back."""
 
 from __future__ import annotations
 
-from sim.core.plan import Durations, StepPlan, StepResult
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from sim.core.plan import Durations, Executor, OomReport, StepPlan, StepResult
 from sim.costs.protocol import CostModel
+
+
+@runtime_checkable
+class HoldsBlocks(Protocol):
+    """An executor with blocks of its own, that must hear of the last releases too."""
+
+    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """The run is over; `releases` are those that no plan has told, as `StepPlan.releases`."""
+        ...
 
 
 class ModelExecutor:
@@ -18,5 +30,61 @@ class ModelExecutor:
         if plan.repeat == 1:
             return StepResult(durations=Durations.one(self._cost.step_fs(shape)))
         return StepResult(
-            durations=self._cost.decode_stretch(shape.decode_seqs, shape.decode_context_tokens, plan.repeat)
+            durations=self._cost.decode_stretch(
+                shape.decode_seqs, shape.decode_context_tokens, plan.repeat, shape.decode_max_context_tokens
+            )
         )
+
+
+Recording = dict[int, tuple[int, OomReport | None]]
+"""By number of the step: its duration in femtoseconds, and the report if it ran out of memory."""
+
+
+class RecordingExecutor:
+    """Lets another executor work, and writes down what came of each step."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.recording: Recording = {}
+        """What counted: a step that was run again, because its stretch was cut, replaces what was written before."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """As the other executor does."""
+        result = self.inner.execute(plan)
+        for step in [step for step in self.recording if step >= plan.step]:
+            del self.recording[step]
+        for index in range(result.steps):
+            durations = result.durations
+            last = index == result.steps - 1
+            duration_fs = durations.before_fs(index + 1) - durations.before_fs(index)
+            self.recording[plan.step + index] = (duration_fs, result.oom if last else None)
+        return result
+
+    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Passed on."""
+        if isinstance(self.inner, HoldsBlocks):
+            self.inner.close(releases)
+
+
+class ReplayExecutor:
+    """Gives every step the duration, and the failure, that were recorded for it: the lock-step test's other world."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """What was recorded for the plan's steps, as far as it goes.
+
+        Raises:
+            ValueError: nothing was recorded for the first: the two worlds have parted.
+        """
+        durations: list[int] = []
+        oom: OomReport | None = None
+        for step in range(plan.step, plan.step + plan.repeat):
+            if step not in self._recording or oom is not None:
+                break
+            duration_fs, oom = self._recording[step]
+            durations.append(duration_fs)
+        if not durations:
+            raise ValueError(f"step {plan.step} was never recorded: the replay has parted from the run")
+        return StepResult(durations=Durations.measured(durations), oom=oom)

@@ -12,14 +12,14 @@ from sim.core.engine import EngineCore, ProgressError
 from sim.core.log import DecisionSink
 from sim.core.plan import Executor
 from sim.core.policy import Policy
-from sim.core.request import Request, RequestSpec
+from sim.core.request import Request, RequestSpec, samples
 from sim.costs.protocol import CostModel
 from sim.memory.device import Device
 from sim.results.memory_record import MemoryRecord
 from sim.results.recorder import Recorder, RunRecord
 
 from .clients import closed_loop, open_loop, patience
-from .executors import ModelExecutor
+from .executors import HoldsBlocks, ModelExecutor
 from .replica import Replica
 from .router import ROUTERS
 from .workspace import WorkspaceExecutor
@@ -41,7 +41,7 @@ def run_world(
     device: Device | None = None,
     memory_limit: bool = True,
 ) -> RunRecord:
-    """Simulate `requests` (in order of arrival) on `replicas` equal engines until every one has ended.
+    """Simulate `requests`, in order of arrival, on `replicas` equal engines until every one has ended. One with `n` samples is n.
 
     `max_concurrency` makes the clients a closed loop. `stepping` turns leaps off; the result is the same. `check` verifies the
     engine's books after every event. `decision_log` gets every step's entry; with several replicas when the run is
@@ -57,6 +57,7 @@ def run_world(
         raise ConfigError(f"max_concurrency is {max_concurrency}; it must be at least 1")
     if router not in ROUTERS:
         raise ConfigError(f"router {router!r} is not known; known are {', '.join(ROUTERS)}")
+    requests = [sample for spec in requests for sample in samples(spec)]
     started = time.perf_counter()
     env = simpy.Environment(initial_time=0)  # integer femtoseconds, see sim.core.clock
     waiting_for: dict[str, simpy.Event] = {}
@@ -68,6 +69,7 @@ def run_world(
 
     engines: list[EngineCore] = []
     servers: list[Replica] = []
+    executors: list[Executor] = []
     recorders: list[Recorder] = []
     log = None if decision_log is None else _Log(decision_log, replicas)
     for index in range(replicas):
@@ -78,6 +80,7 @@ def run_world(
             served_by = WorkspaceExecutor(served_by, device, core)
         servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
         engines.append(core)
+        executors.append(served_by)
         recorders.append(recorder)
     route = ROUTERS[router]()
 
@@ -97,7 +100,9 @@ def run_world(
     else:
         env.process(closed_loop(env, requests, send_and_wait, max_concurrency))
     env.run()
-    for core in engines:
+    for core, served_by in zip(engines, executors, strict=True):
+        if isinstance(served_by, HoldsBlocks):
+            served_by.close(core.pending_releases)
         core.close(int(env.now))
     if log is not None:
         log.close()

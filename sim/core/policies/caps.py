@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from ..admission import AdmissionBase, Rejection
 from ..config import ConfigError
+from ..meters import Rate
 from ..request import Request, RequestSpec
 from ..view import EngineView
-from .promises import Promises
+from .promises import Drain, Promises
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +28,8 @@ class Level:
     limit: float
     units: float
     """What the arrival takes from those who come after it."""
-    piece: float
-    """Typical size of what leaves at once."""
-    rate_per_s: float
-    """Units that leave a second."""
+    drain: Drain
+    """How fast it empties."""
 
 
 class FrontDoor(AdmissionBase):
@@ -52,9 +51,9 @@ class FrontDoor(AdmissionBase):
 
     def _judge(self, spec: RequestSpec, view: EngineView, level: Level, what: str) -> Rejection | None:
         """Let the arrival in, or give it a place in the line. `what` says in words how full it is."""
-        now_fs, rate, piece = view.now_fs, level.rate_per_s, level.piece
+        now_fs, drain = view.now_fs, level.drain
         came_in_time = self.promises.claim(spec.request_id, now_fs)
-        held_back = 0.0 if came_in_time else self.promises.held_back(now_fs, rate, piece)
+        held_back = 0.0 if came_in_time else self.promises.held_back(now_fs, drain)
         if level.used + level.asked + held_back <= level.limit:
             self.promises.leave(spec.request_id)
             return None
@@ -64,8 +63,7 @@ class FrontDoor(AdmissionBase):
             level.units,
             excess=level.used + level.asked - level.limit,
             now_fs=now_fs,
-            rate_per_s=rate,
-            piece=piece,
+            drain=drain,
         )
         line = f", {before} others were told to come back" if before else ""
         return Rejection(
@@ -79,6 +77,8 @@ class FrontDoor(AdmissionBase):
 class MaxInFlight(FrontDoor):
     """At most `limit` requests in the engine, running and queued together; 0 turns everybody away.
 
+    The rate at which requests leave is counted from arrival to arrival, while the engine is full: somebody waits in it, or nine
+    tenths of the limit are used. What leaves an engine that is not full says how few came, not how many it can serve.
     Source: vLLM 0.29 `--max-num-queued-reqs` (503 when count + 1 > limit); SGLang's `max_queued_requests` counts the queue alone.
     """
 
@@ -87,17 +87,28 @@ class MaxInFlight(FrontDoor):
         if limit < 0:
             raise ConfigError(f"the limit on requests in the engine is {limit}; it must be at least 0")
         self.limit = limit
+        self._leaving = Rate(keep=256)
+        self._last: tuple[int, int] | None = None
+        """Time and number of finished requests at the last arrival, if the engine was full then."""
 
     def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
         """Count who is in the engine."""
         used = view.num_in_flight
         if not self.limit:
             return Rejection(code=self.code, http_status=503, reason="the server takes no requests: its limit is 0")
-        rate = view.drain.requests_per_s(view.now_fs) or 1.0 / self.first_wait_s
-        level = Level(used=used, asked=1, limit=self.limit, units=1, piece=1, rate_per_s=rate)
+        rate = self._rate_per_s(view)
+        level = Level(used=used, asked=1, limit=self.limit, units=1, drain=Drain(rate_per_s=rate))
         return self._judge(
             spec, view, level, f"{used} requests are in it, the limit is {self.limit}, and {rate:.3g} leave a second"
         )
+
+    def _rate_per_s(self, view: EngineView) -> float:
+        now = (view.now_fs, view.drain.outputs.num_finished)
+        full = view.num_waiting > 0 or view.num_in_flight >= 0.9 * self.limit
+        if self._last is not None and full:
+            self._leaving.add(now[0] - self._last[0], now[1] - self._last[1])
+        self._last = now if full else None
+        return self._leaving.per_s() or view.drain.requests_per_s() or 1.0 / self.first_wait_s
 
 
 class MaxQueuedTokens(FrontDoor):
@@ -118,7 +129,8 @@ class MaxQueuedTokens(FrontDoor):
         if not self.limit:
             return Rejection(code=self.code, http_status=503, reason="the server takes no requests: its limit is 0")
         rate = view.drain.prefill_tokens_per_s() or piece / self.first_wait_s
-        level = Level(used=used, asked=1, limit=self.limit, units=spec.input_tokens, piece=piece, rate_per_s=rate)
+        drain = Drain(rate_per_s=rate, piece=piece, samples=view.drain.KEEP_PROMPTS)
+        level = Level(used=used, asked=1, limit=self.limit, units=spec.input_tokens, drain=drain)
         return self._judge(
             spec,
             view,

@@ -10,6 +10,7 @@ from ..config import ConfigError
 from ..request import Request, RequestSpec
 from ..view import EngineView
 from .caps import FrontDoor, Level
+from .promises import Drain
 
 
 class TtftDeadline(FrontDoor):
@@ -55,8 +56,11 @@ class TtftDeadline(FrontDoor):
             asked=spec.input_tokens,
             limit=deadline_s * rate,
             units=spec.input_tokens,
-            piece=view.drain.mean_prompt_tokens() or float(spec.input_tokens),
-            rate_per_s=rate,
+            drain=Drain(
+                rate_per_s=rate,
+                piece=view.drain.mean_prompt_tokens() or float(spec.input_tokens),
+                samples=view.drain.KEEP_PROMPTS,
+            ),
         )
         return self._judge(
             spec,

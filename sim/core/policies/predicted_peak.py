@@ -11,17 +11,19 @@ and then holds b_i(h) = ceil((p_i + h) / block_size) blocks. With independent le
 The head of the queue may start if, with it among the requests, P(D(h) > pool) <= risk at the worst h. For more than eight requests
 D is taken to be normal (with half a block of continuity correction); for fewer, its distribution is computed exactly.
 
-Assumptions. Everybody advances one token a step: steps that only compute prompts shift all alike, and a prompt not yet computed
-counts whole. Later arrivals are judged when they come. The worst single moment stands for the peak over all moments, which is a
-little more probable; moments are looked at a block apart at first, and then at distances that grow by half. Blocks that requests
-share are counted for each of them, and a sliding window is not credited: both err on the safe side. Source: kvtwin's own; no engine
+h runs over whole blocks' worth of steps, so b_i(h) = b_i(0) + h / block_size, and g_i is rounded down to one: requests of an age
+share their q.
+
+Assumptions. Everybody advances one token a step: steps that only compute prompts shift all alike, and a prompt not yet computed counts
+whole. Later arrivals are judged when they come. The worst single moment stands for the peak over all moments, which is a little
+more probable; moments are looked at a block apart at first, and then at distances that grow by half. Blocks that requests share
+are counted for each of them, and a sliding window is not credited: both err on the safe side. Source: kvtwin's own; no engine
 that was read does this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import erfc, sqrt
 
 from ..admission import AdmissionBase, Rejection
@@ -39,33 +41,26 @@ RELEARN_EVERY = 16
 """Finished requests between two estimates, once there are 64."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """A request's future: for each horizon, the probability that it still runs, and the blocks it then holds."""
-
-    alive: tuple[float, ...]
-    blocks: tuple[int, ...]
-
-
 def horizons(block_size: int, longest_tokens: int) -> list[int]:
-    """Decode steps ahead at which the demand is looked at: 0, each of the next eight blocks' worth, then half as far again each time."""
-    steps, blocks = [0], 1
-    while blocks * block_size < longest_tokens:
-        steps.append(blocks * block_size)
-        blocks = blocks + 1 if blocks < 8 else blocks * 3 // 2
-    return steps
+    """Blocks' worth of steps ahead at which the demand is looked at: 0, 1, 2, 3, 4, then half as many again each time."""
+    ahead = [0, 1, 2]
+    while ahead[-1] * block_size < longest_tokens:
+        ahead.append(ahead[-1] + max(ahead[-1] // 2, 1))
+    return ahead
 
 
-def outlook(
-    known_tokens: int, output_tokens: int, cap: int, lengths: Survival, block_size: int, steps: Sequence[int]
-) -> Outlook:
-    """What a request with so many known and generated tokens, of at most `cap`, will hold at each horizon."""
-    alive, blocks = [], []
-    for ahead in steps:
-        lives = ahead == 0 or output_tokens + ahead < cap
-        alive.append(lengths.given(output_tokens, ahead) if lives else 0.0)
-        blocks.append(blocks_for(known_tokens + ahead, block_size))
-    return Outlook(tuple(alive), tuple(blocks))
+def still_running(
+    output_tokens: int, cap: int, lengths: Survival, block_size: int, ahead: Sequence[int]
+) -> tuple[float, ...]:
+    """For each horizon, the probability that a request with so many generated tokens, of at most `cap`, still runs then."""
+    return tuple(
+        1.0
+        if not blocks
+        else lengths.given(output_tokens, blocks * block_size)
+        if output_tokens + blocks * block_size < cap
+        else 0.0
+        for blocks in ahead
+    )
 
 
 def exceeds(pool: int, parts: Sequence[tuple[float, int]]) -> float:
@@ -94,7 +89,7 @@ class PredictedPeak(AdmissionBase):
     `quantiles`, `(share, tokens)` pairs. Until something has finished every request may reach its cap, as in full reservation.
 
     Not steady: as requests grow older their chances change, so a no can turn into a yes with any step. The prediction is renewed when
-    somebody starts, joins or leaves the decoding requests, and every block_size decode steps; in between the last one stands.
+    somebody starts or leaves, and every block_size decode steps; in between the last one stands.
     """
 
     steady = False
@@ -106,9 +101,10 @@ class PredictedPeak(AdmissionBase):
         self._given = None if quantiles is None else Survival.from_quantiles(quantiles)
         self._learned: dict[str, Survival] = {}
         self._learned_at = -1
+        self._curves: dict[tuple[str, int, int], tuple[float, ...]] = {}
         self._key: tuple[int, int, int, int] | None = None
-        self._steps: list[int] = [0]
-        self._outlooks: list[Outlook] = []
+        self._ahead: list[int] = [0]
+        self._few: list[tuple[tuple[float, ...], int]] = []
         self._moments: list[tuple[float, float]] = []
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
@@ -120,14 +116,15 @@ class PredictedPeak(AdmissionBase):
     def probability(self, request: Request, view: EngineView) -> float:
         """P(the running requests and this one come to need more than the pool), at the worst moment."""
         self._renew(view)
-        cap = view.output_cap(request.spec)
-        more = request.num_output_tokens
-        own = outlook(request.num_tokens, more, cap, self._lengths(request.spec.tenant), view.block_size, self._steps)
+        own = self._curve(
+            request.spec.tenant, request.num_output_tokens, view.output_cap(request.spec), view.block_size
+        )
+        held = blocks_for(request.num_tokens, view.block_size)
         worst, pool = 0.0, view.num_blocks
-        for index in range(len(self._steps)):
-            alive, blocks = own.alive[index], own.blocks[index]
-            if len(self._outlooks) < EXACT_UP_TO:
-                parts = [(other.alive[index], other.blocks[index]) for other in self._outlooks]
+        for index, ahead in enumerate(self._ahead):
+            alive, blocks = own[index], held + ahead
+            if view.num_running < EXACT_UP_TO:
+                parts = [(curve[index], others + ahead) for curve, others in self._few]
                 chance = exceeds(pool, [*parts, (alive, blocks)])
             else:
                 mean, variance = self._moments[index]
@@ -140,32 +137,41 @@ class PredictedPeak(AdmissionBase):
         window = (
             0 if view.has_full_attention else view.now_fs
         )  # with a window nobody is in the decode set, whose clock stands still
-        key = (view.decode_version, view.num_running, view.decode_clock // view.block_size, window)
+        key = (view.num_admissions, view.num_running, view.decode_clock // view.block_size, window)
         if key == self._key:
             return
         self._key = key
         self._learn(view)
         block_size = view.block_size
-        self._steps = horizons(block_size, view.max_model_len)
-        self._outlooks = [
-            outlook(
-                running.num_tokens,
-                running.output_tokens,
-                view.output_cap(running),
-                self._lengths(running.tenant),
-                block_size,
-                self._steps,
-            )
-            for running in view.running()
-        ]
+        self._ahead = horizons(block_size, view.max_model_len)
+        self._few = []
+        alike: dict[tuple[float, ...], list[int]] = {}
+        for running in view.running():
+            curve = self._curve(running.tenant, running.output_tokens, view.output_cap(running), block_size)
+            held = blocks_for(running.num_tokens, block_size)
+            alike.setdefault(curve, []).append(held)
+            if view.num_running < EXACT_UP_TO:
+                self._few.append((curve, held))
+        sums = [(curve, len(held), sum(held), sum(b * b for b in held)) for curve, held in alike.items()]
         self._moments = []
-        for index in range(len(self._steps)):
+        for index, ahead in enumerate(self._ahead):
             mean = variance = 0.0
-            for other in self._outlooks:
-                expected = other.alive[index] * other.blocks[index]
-                mean += expected
-                variance += expected * (other.blocks[index] - expected)
+            for curve, num, held, squares in sums:
+                alive = curve[index]
+                if alive:  # sum of (b + ahead) and of (b + ahead)^2
+                    mean += alive * (held + num * ahead)
+                    variance += alive * (1.0 - alive) * (squares + 2 * ahead * held + num * ahead * ahead)
             self._moments.append((mean, variance))
+
+    def _curve(self, tenant: str, output_tokens: int, cap: int, block_size: int) -> tuple[float, ...]:
+        """When a request of this age and cap will still run; kept until lengths are learned anew."""
+        key = (tenant, output_tokens // block_size, cap)
+        curve = self._curves.get(key)
+        if curve is None:
+            rounded = output_tokens // block_size * block_size
+            curve = still_running(rounded, cap, self._lengths(tenant), block_size, self._ahead)
+            self._curves[key] = curve
+        return curve
 
     def _lengths(self, tenant: str) -> Survival:
         return self._given or self._learned.get(tenant) or self._learned[""]
@@ -179,6 +185,7 @@ class PredictedPeak(AdmissionBase):
         if self._learned_at >= 0 and (since == 0 or (outputs.num_finished > 64 and since < RELEARN_EVERY)):
             return
         self._learned_at = outputs.num_finished
+        self._curves = {}
         running: dict[str, list[int]] = {}
         for other in view.running():
             running.setdefault(other.tenant, []).append(other.output_tokens)

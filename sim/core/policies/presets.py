@@ -12,7 +12,7 @@ from typing import Any
 
 from ..admission import Admission, CanEverFit, Every, FreeBlocks
 from ..config import EngineConfig
-from ..ladder import STANDARD_LADDER
+from ..ladder import standard_ladder
 from ..policy import Batching, Policy, scheduling_policy
 from ..preemption import fewest_generated, last_admitted, worst_priority
 from ..waiting import priority_queue
@@ -160,7 +160,7 @@ def ladder(config: EngineConfig) -> Preset:
     time to come back; the important ones never are.
     """
     return Preset(
-        policy=Policy(name="ladder", queue=priority_queue, victim=worst_priority, ladder=STANDARD_LADDER),
+        policy=Policy(name="ladder", queue=priority_queue, victim=worst_priority, ladder=standard_ladder()),
     )
 
 

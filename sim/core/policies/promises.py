@@ -4,13 +4,16 @@ Somebody who is turned away is told when there will be room, and takes a place i
 arrives later may not take the room that the line is waiting for, and everybody in the line is told a later time than the one
 before. A client that comes back at its time is let in if the engine drained as fast as was expected.
 
-The arithmetic. Room is given back at a measured rate of r units a second (requests, or prompt tokens), in pieces of g units. Over h
-seconds that is a random amount; taking the pieces to leave independently (a Poisson stream) and the rate to be known from n = 63 gaps,
+The arithmetic. Room is given back at a measured rate of r units a second (requests, or prompt tokens), in pieces of g units. Taking the
+pieces to leave independently of each other (a Poisson stream), and r itself to be known from n of them, what is given back over h
+seconds has
 
-    mean r*h,    variance r*h*g + (r*h)^2 / n.
+    mean x = r*h,    variance x*g + x^2/n.
 
-A place behind k units is due when the amount is at least k with probability 95 %: the smallest x = r*h with x - z*sqrt(x*g + x^2/n) >= k,
-z = 1.645. Newcomers are let in only if, at the time of every promise, the same low estimate still covers what is promised until then.
+A place behind k units is due when at least k have been given back with probability 95 %: at the larger root x of
+x - z*sqrt(x*g + x^2/n) = k, z = 1.645. Newcomers are let in only if, at the time of every promise, the same low estimate still
+covers what is promised until then; so the room that the margin leaves is filled by newcomers as a promise comes nearer, and not left
+empty.
 
 Assumptions: the near future drains like the near past; the client that comes back is known by its request id (a server would hand
 it a ticket in a header), and comes back once. A promise that nobody claims lapses `grace_s` after its time.
@@ -26,24 +29,33 @@ from ..clock import FS_PER_S
 
 Z = 1.645
 """One-sided 95 % quantile of the normal distribution."""
-GAPS = 63
-"""Gaps between departures that a measured rate rests on (`DrainMeter` keeps 64 departures)."""
+EARLY_FS = FS_PER_S // 1000
+"""A client that comes a millisecond early is in time: it was told seconds, rounded."""
 LOOK_AHEAD = 256
 """Promises that a newcomer is checked against; those after them are too far away to matter now."""
 
 
-def surely_drained(rate_per_s: float, seconds: float, piece: float) -> float:
-    """Units given back within `seconds` with probability 95 %, when they leave at `rate_per_s` in pieces of `piece`."""
-    mean = rate_per_s * seconds
-    return max(0.0, mean - Z * sqrt(mean * piece + mean * mean / GAPS))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """How fast room is given back."""
 
+    rate_per_s: float
+    """Units a second."""
+    piece: float = 1.0
+    """Typical size of what leaves at once."""
+    samples: int = 255
+    """Departures that the rate was measured over."""
 
-def surely_drained_after_s(rate_per_s: float, units: float, piece: float) -> float:
-    """Seconds after which `units` have been given back with probability 95 %: the inverse of `surely_drained`."""
-    # With s = z^2: (x - k)^2 = s*(x*g + x^2/n), the larger root.
-    square = Z * Z
-    a, b = 1.0 - square / GAPS, 2.0 * units + square * piece
-    return (b + sqrt(b * b - 4.0 * a * units * units)) / (2.0 * a) / rate_per_s
+    def surely(self, seconds: float) -> float:
+        """Units given back within so many seconds, with probability 95 %."""
+        mean = self.rate_per_s * seconds
+        return max(0.0, mean - Z * sqrt(mean * self.piece + mean * mean / self.samples))
+
+    def surely_after_s(self, units: float) -> float:
+        """Seconds after which so many units have been given back, with probability 95 %: the inverse of `surely`."""
+        # (x - k)^2 = z^2 (x*g + x^2/n), a quadratic in x.
+        a, b = 1.0 - Z * Z / self.samples, 2.0 * units + Z * Z * self.piece
+        return (b + sqrt(b * b - 4.0 * a * units * units)) / (2.0 * a) / self.rate_per_s
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -70,7 +82,7 @@ class Promises:
         """Whether this request was told to come back, and not later than now. Its place is given up by `leave`."""
         self._lapse(now_fs)
         promise = self._by_id.get(request_id)
-        return promise is not None and promise.due_fs <= now_fs
+        return promise is not None and promise.due_fs <= now_fs + EARLY_FS
 
     def leave(self, request_id: str) -> None:
         """A request has left the line, because it was let in. Nothing happens if it was not in it."""
@@ -78,30 +90,33 @@ class Promises:
         if promise is not None:
             self._line.remove(promise)
 
-    def held_back(self, now_fs: int, rate_per_s: float, piece: float) -> float:
+    def held_back(self, now_fs: int, drain: Drain) -> float:
         """Units of today's room that the line needs: what is promised until some time beyond what surely drains until then."""
         self._lapse(now_fs)
         most = promised = 0.0
         for promise in self._line[:LOOK_AHEAD]:
             promised += promise.units
-            most = max(most, promised - surely_drained(rate_per_s, max(promise.due_fs - now_fs, 0) / FS_PER_S, piece))
+            most = max(most, promised - drain.surely(max(promise.due_fs - now_fs, 0) / FS_PER_S))
         return most
 
-    def promise(
-        self, request_id: str, units: float, *, excess: float, now_fs: int, rate_per_s: float, piece: float
-    ) -> float:
+    def promise(self, request_id: str, units: float, *, excess: float, now_fs: int, drain: Drain) -> float:
         """Give a request a place in the line; returns the seconds after which it may come back.
 
         `excess` units, its own included, would have to drain if nobody stood before it (fewer than 0: that many are free). One that
-        had a place and found it too early keeps it; one that came in time and found no room stands before those who are due later.
+        had a place and comes too early keeps it. One that came in time and found no room gets the first place that is not
+        promised already: behind those who will have come by then.
         """
         had = self._by_id.get(request_id)
-        if had is not None and had.due_fs > now_fs:
+        if had is not None and had.due_fs > now_fs + EARLY_FS:
             return (had.due_fs - now_fs) / FS_PER_S
         self.leave(request_id)
-        first = had is not None
-        ahead = sum(promise.units for promise in self._line if not first or promise.due_fs <= now_fs)
-        wait_s = surely_drained_after_s(rate_per_s, max(excess + ahead, 0.0), piece)
+        ahead = 0.0 if had is not None else sum(promise.units for promise in self._line)
+        wait_s = drain.surely_after_s(max(excess + ahead, 0.0))
+        for promise in self._line if had is not None else ():
+            if promise.due_fs > now_fs + wait_s * FS_PER_S:
+                break
+            ahead += promise.units
+            wait_s = drain.surely_after_s(max(excess + ahead, 0.0))
         made = Promise(now_fs + round(wait_s * FS_PER_S), request_id, units)
         insort(self._line, made)
         self._by_id[request_id] = made

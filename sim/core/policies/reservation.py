@@ -30,6 +30,8 @@ class FullReservation(AdmissionBase):
                 "full reservation admits by the whole request, so it needs reserve_full_prompt (scheduler_reserve_full_isl) on"
             )
         self._num_blocks = config.num_gpu_blocks
+        self._key: tuple[int, int] | None = None
+        self._unreserved = 0
         self._judged: set[str] = set()
         self._waited_for_reservation = 0
         self._waited_for_blocks = 0
@@ -41,9 +43,17 @@ class FullReservation(AdmissionBase):
         known = spec.spec if isinstance(spec, Request) else spec
         return min(view.blocks_to_finish(known, view.output_cap(known)), self._num_blocks)
 
-    def reserved(self, view: EngineView) -> int:
-        """Blocks that running requests do not hold yet, and have the right to."""
-        return sum(max(0, self.worst_case(running, view) - running.held_blocks) for running in view.running())
+    def unreserved(self, view: EngineView) -> int:
+        """Free blocks that nobody who runs has the right to.
+
+        It does not change while the same requests run: what they take, they had reserved.
+        """
+        key = (view.num_admissions, view.num_running)
+        if key != self._key:
+            self._key = key
+            reserved = sum(max(0, self.worst_case(running, view) - running.held_blocks) for running in view.running())
+            self._unreserved = view.num_free_blocks - reserved
+        return self._unreserved
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the worst case with what is neither held nor reserved."""
@@ -57,7 +67,7 @@ class FullReservation(AdmissionBase):
         # `need_blocks` is what the known tokens take from the free queue, prefix hits subtracted; the rest is growth.
         known = view.blocks_to_finish(request.spec, request.num_output_tokens + 1)
         need = need_blocks + max(0, self.worst_case(request, view) - known)
-        if need <= free and need <= free - self.reserved(view):
+        if need <= self.unreserved(view):
             self._judged.discard(request.request_id)
             return True
         self._note(request, need_blocks, free, need, view)

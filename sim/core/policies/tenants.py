@@ -11,6 +11,7 @@ from ..clock import FS_PER_S
 from ..config import ConfigError, EngineConfig
 from ..request import Request, RequestSpec
 from ..view import EngineView
+from .promises import EARLY_FS
 
 
 @dataclass(slots=True)
@@ -60,9 +61,8 @@ class TokenBucket(AdmissionBase):
                 reason=f"the request costs {cost} tokens, and {who} may send at most {self.burst_tokens:g} at once",
             )
         mine = bucket.promised.get(spec.request_id)
-        if (
-            mine is not None and mine[1] <= now_fs and bucket.level >= cost - 1e-6
-        ):  # a level is a sum of rounded products
+        early = self.tokens_per_s * EARLY_FS / FS_PER_S  # what a millisecond brings: times told are rounded
+        if mine is not None and mine[1] <= now_fs + EARLY_FS and bucket.level >= cost - 2 * early:
             del bucket.promised[spec.request_id]
             bucket.level -= cost
             return None
@@ -70,7 +70,7 @@ class TokenBucket(AdmissionBase):
         if mine is None and bucket.level - kept >= cost:
             bucket.level -= cost
             return None
-        if mine is not None and mine[1] > now_fs:
+        if mine is not None and mine[1] > now_fs + EARLY_FS:
             wait_s = (mine[1] - now_fs) / FS_PER_S
         else:
             wait_s = max(kept + cost - bucket.level, 0.0) / self.tokens_per_s

@@ -1,0 +1,58 @@
+"""The profile document: its fields, its constants, and how it is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sim.costs.profile_file import SCHEMA, SCHEMA_VERSION, read_profile
+
+from .tent import Array, mixture, never_falling
+
+PADDED_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""Token counts for which vLLM V1 captures CUDA graphs by default. **Source:** vLLM 0.19 `compilation_config`, as printed by a run."""
+HOST_NOT_FITTED = {"step_us": 0.0, "seq_us": 0.0, "origin": "not fitted: kernels only"}
+TOLERANCE = 0.004
+"""A knot is dropped where the line without it stays so close, relatively."""
+
+
+def document(**fields: Any) -> dict[str, Any]:
+    """A profile with the schema's own fields first."""
+    return {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "time_unit": "us", **fields}
+
+
+def write(profile: dict[str, Any], path: Path) -> None:
+    """Write the profile and read it back: what is written can be used. Raises: ConfigError, OSError."""
+    path.write_text(_text(profile) + "\n", encoding="utf-8")
+    read_profile(path)
+
+
+def thinned(x: Array, y: Array, tolerance: float = TOLERANCE) -> list[float]:
+    """Knots from `x`, both ends kept, between which straight lines stay within `tolerance` of `y`, or that lie close together
+    around a jump. The knot that misses most is added until none does.
+    """
+    order = np.argsort(x)
+    x, y = x[order], never_falling(y[order])
+    kept = [0, x.size - 1]
+    while len(kept) < x.size:
+        weights = mixture(x[kept].tolist(), x)
+        miss = np.abs(weights @ y[kept] / y - 1)
+        worst = int(np.argmax(miss))
+        if miss[worst] <= tolerance:
+            break
+        kept = sorted({*kept, worst})
+    return [float(value) for value in x[kept]]
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    """JSON with one line a list of plain values, so that a table is a block of rows and a change shows as a changed row."""
+    pad, inner = " " * depth, " " * (depth + 1)
+    if isinstance(value, dict) and value:
+        items = (f"{inner}{json.dumps(key)}: {_text(item, depth + 1)}" for key, item in value.items())
+        return "{\n" + ",\n".join(items) + f"\n{pad}}}"
+    if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):
+        return "[\n" + ",\n".join(inner + _text(item, depth + 1) for item in value) + f"\n{pad}]"
+    return json.dumps(value, ensure_ascii=False)

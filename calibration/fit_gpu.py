@@ -1,0 +1,218 @@
+"""A `gpu` profile from kernel timing tables: terms from which the step of any dense model is put together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.catalog.gpus import gpu
+
+from .document import HOST_NOT_FITTED, PADDED_SIZES, document
+from .errors import CalibrationError
+from .readers.aiconfigurator import HEAD_DIM, LICENCE, SOURCE, KernelTables
+from .split import bootstrap, error_summary, held_out_mask, interval
+from .tent import Array, fit_grid, mixture, never_falling
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TOKENS = (
+    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 384, 512, 513, 768, 769),
+    *(1024, 1025, 1536, 1537, 2048, 2049, 3072, 4096, 4097, 8192),
+)
+"""Token counts whose GEMM times are kept: where tiles are full, and just after."""
+WIDTHS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
+"""Matrix widths and depths that are knots of the GEMM term."""
+SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+KV = (16, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+CHUNKS = (16, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
+HEADS = ((32, 8), (16, 4), (8, 2), (4, 1), (64, 8), (32, 4), (16, 2), (8, 1), (40, 8), (48, 8), (32, 32), (16, 16), (8, 8))
+"""Query and KV heads of a rank, for common models and tensor-parallel sizes."""
+SMALL_BYTES = 2 << 20
+CACHE_MARGIN = 1.2
+MIXED_FACTOR = {"FlashAttention 2": 1.6, "FlashAttention 3": 1.3}
+"""What a decode's attention costs beside a prefill, as a multiple of a call of its own. Not in these tables. The first is the middle of
+what LLMServingSim's tables show for two cards (1.2 to 2.3), the second an assumption."""
+LEAST_GEMM_POINTS = 2000
+
+
+def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[str, Any]:
+    """The profile document. Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown GPU."""
+    device = gpu(source.gpu)
+    gemm: dict[str, Any] = {}
+    error: dict[str, Any] = {}
+    intervals: dict[str, list[float]] = {}
+    for dtype in sorted(set(source.gemm["gemm_dtype"])):
+        part = source.gemm[source.gemm["gemm_dtype"] == dtype]
+        gemm[dtype], error[f"held_out_gemm_{dtype}"], intervals[f"gemm_{dtype}"] = _gemm(part, dtype)
+    attention, attention_errors = _attention(source, device.l2_cache_bytes)
+    error |= attention_errors
+    kernel = "FlashAttention 3" if device.architecture == "hopper" else "FlashAttention 2"
+    judged = [value["median"] for key, value in error.items() if key.startswith("held_out_")]
+    worst = [value["p95"] for key, value in error.items() if key.startswith("held_out_") and "axis" not in key]
+    return document(
+        name=device.name,
+        kind="gpu",
+        gpu=device.name,
+        kernels={
+            "gemm": gemm,
+            "attention": attention,
+            "head_dim": HEAD_DIM,
+            "all_reduce": _all_reduce(source.all_reduce),
+            "mixed_factor": MIXED_FACTOR[kernel],
+            "short_kernel_us": 2.2,
+            "short_kernels_per_layer": 5,
+            "bandwidth_share": 0.8,
+            "sampler_us": 25.0,
+        },
+        host=HOST_NOT_FITTED,
+        padded_sizes=list(PADDED_SIZES),
+        range={"max_tokens": TOKENS[-1], "max_seqs": SEQS[-1], "max_context_tokens": KV[-1]},
+        error={
+            "held_out": {"median": round(float(np.median(judged)), 5), "p95": round(float(max(worst)), 5)},
+            **error,
+            "end_to_end": "not yet judged end to end",
+        },
+        intervals=intervals,
+        identifiability=[
+            "attention of a chunk over tokens cached before it was not timed: derived from the rate of long prompts and how many "
+            "multiprocessors the chunk fills",
+            f"decodes beside a prefill were not timed: their attention is taken to cost {MIXED_FACTOR[kernel]} times a call of its own",
+            "batches of unequal contexts were not timed: they are priced as if all were as long as their mean",
+            f"decode calls whose KV fits the {device.l2_cache_bytes >> 20} MiB cache were left out: repeated, they read it from there; "
+            "in a model the layers in between evict it",
+            "norms, rotary embedding and activation were not timed: 5 kernels a layer of 2.2 us, the mean of LLMServingSim's tables "
+            "of two other cards, and their traffic at 0.8 of the bandwidth; the sampler likewise",
+        ],
+        provenance={
+            "source": f"{SOURCE}, {source.folder.name}",
+            "licence": LICENCE,
+            "engine": source.engine,
+            "measured_on": source.device,
+            "date": date,
+            "command": command,
+        },
+    )
+
+
+def _gemm(table: pd.DataFrame, dtype: str) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+    """Time by tokens, width and depth: for each token count a bilinear table, fitted to all shapes."""
+    table = table[(table["n"] >= WIDTHS[0]) & (table["k"] >= WIDTHS[0])]
+    if len(table) < LEAST_GEMM_POINTS:
+        raise CalibrationError(f"{len(table)} {dtype} GEMM shapes cannot fill the table; at least {LEAST_GEMM_POINTS} are needed")
+    m, n, k, us = (table[name].to_numpy(float) for name in ("m", "n", "k", "us"))
+    held = held_out_mask(us.size)
+    tokens = tuple(count for count in TOKENS if (m == count).any())
+
+    def fitted(chosen: npt.NDArray[np.bool_]) -> Array:
+        levels = []
+        for count in tokens:
+            mine = chosen & (m == count)
+            levels.append(fit_grid(n[mine], k[mine], us[mine], WIDTHS, WIDTHS).values)
+        return never_falling(np.stack(levels), axis=0)
+
+    judged = held & (m <= tokens[-1])
+    partial = fitted(~held)
+    error = error_summary(_gemm_at(partial, tokens, m[judged], n[judged], k[judged]), us[judged])
+    off = _gemm_at(partial, tokens, m[judged], n[judged], k[judged]) / us[judged]
+    samples = bootstrap(off.size, lambda sample: np.asarray(np.median(off[sample])))
+    document_ = {
+        "tokens": list(tokens),
+        "n": list(WIDTHS),
+        "k": list(WIDTHS),
+        "us": [[[_short(value) for value in row] for row in level] for level in fitted(np.ones(us.size, dtype=bool))],
+    }
+    return document_, error, interval(samples)
+
+
+def _gemm_at(levels: Array, tokens: tuple[int, ...], m: Array, n: Array, k: Array) -> Array:
+    result: Array = np.einsum(
+        "pm,pn,pk,mnk->p", mixture(tokens, m), mixture(WIDTHS, n), mixture(WIDTHS, k), levels, optimize=True
+    )
+    return result
+
+
+def _attention(source: KernelTables, l2_bytes: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Prefill and decode tables for each pair of head counts, and their errors over all of them together."""
+    entries: list[dict[str, Any]] = []
+    held: dict[str, list[tuple[Array, Array]]] = {"decode": [], "prefill": [], "axis": []}
+    for kv_dtype in sorted(set(source.decode["kv_cache_dtype"])):
+        for heads, kv_heads in HEADS:
+            decode = _select(source.decode, heads, kv_heads, kv_dtype)
+            prefill = _select(source.prefill, heads, kv_heads, kv_dtype)
+            if len(decode) < 60 or len(prefill) < 10:
+                continue
+            element = 1 if kv_dtype == "fp8" else 2
+            entries.append(
+                {
+                    "heads": heads,
+                    "kv_heads": kv_heads,
+                    "kv_dtype": kv_dtype,
+                    "prefill": _prefill_line(prefill, held["prefill"]),
+                    "decode": _decode_grid(decode, 2 * kv_heads * HEAD_DIM * element, l2_bytes, held),
+                }
+            )
+    if not entries:
+        raise CalibrationError(f"{source.folder}: no attention rows for any of the head counts {HEADS}")
+    errors = {}
+    for kind, name in (("decode", "held_out_decode"), ("prefill", "held_out_prefill"), ("axis", "held_out_axis: sequences > 128")):
+        if held[kind]:
+            predicted, measured = (np.concatenate(side) for side in zip(*held[kind], strict=True))
+            errors[name] = error_summary(predicted, measured)
+    return entries, errors
+
+
+def _prefill_line(table: pd.DataFrame, held_out: list[tuple[Array, Array]]) -> dict[str, Any]:
+    isl, us = table["isl"].to_numpy(float), table["us"].to_numpy(float)
+    knots = [chunk for chunk in CHUNKS if isl.min() <= chunk <= isl.max() and chunk in isl]
+    held = held_out_mask(isl.size)
+    held |= ~np.isin(isl, knots)
+    held &= (isl > knots[0]) & (isl < knots[-1])
+    seen = [knot for knot in knots if knot in isl[~held]]
+    values = np.asarray([float(us[isl == knot][0]) for knot in knots])
+    held_out.append((mixture(seen, isl[held]) @ np.asarray([us[isl == knot][0] for knot in seen]), us[held]))
+    return {"chunk": knots, "us": [_short(value) for value in np.maximum.accumulate(values)]}
+
+
+def _decode_grid(
+    table: pd.DataFrame, bytes_per_token: int, l2_bytes: int, held_out: dict[str, list[tuple[Array, Array]]]
+) -> dict[str, Any]:
+    """Time by sequences and KV length, without the calls that read their KV from the cache."""
+    kv_bytes = table["batch_size"] * table["kv"] * bytes_per_token
+    cached = (kv_bytes > SMALL_BYTES) & (kv_bytes < CACHE_MARGIN * l2_bytes) & (table["kv"] > KV[0])
+    table = table[~cached & (table["batch_size"] <= SEQS[-1]) & (table["kv"] <= KV[-1])]
+    n, kv, us = (table[name].to_numpy(float) for name in ("batch_size", "kv", "us"))
+    held = held_out_mask(us.size)
+    fit = fit_grid(n[~held], kv[~held], us[~held], SEQS, KV)
+    held_out["decode"].append((_grid_at(fit.values, n[held], kv[held]), us[held]))
+    beyond = n > 128
+    if beyond.any():
+        inner = fit_grid(n[~beyond], kv[~beyond], us[~beyond], SEQS, KV)
+        held_out["axis"].append((_grid_at(inner.values, n[beyond], kv[beyond]), us[beyond]))
+    whole = fit_grid(n, kv, us, SEQS, KV)
+    return {"seqs": list(SEQS), "context": list(KV), "us": [[_short(value) for value in row] for row in whole.values]}
+
+
+def _grid_at(values: Array, n: Array, kv: Array) -> Array:
+    result: Array = np.einsum("pi,pj,ij->p", mixture(SEQS, n), mixture(KV, kv), values)
+    return result
+
+
+def _select(table: pd.DataFrame, heads: int, kv_heads: int, kv_dtype: str) -> pd.DataFrame:
+    return table[
+        (table["num_heads"] == heads) & (table["num_key_value_heads"] == kv_heads) & (table["kv_cache_dtype"] == kv_dtype)
+    ]
+
+
+def _all_reduce(table: pd.DataFrame) -> dict[str, Any]:
+    return {
+        str(ranks): {"bytes": part["message_size"].astype(int).tolist(), "us": [_short(v) for v in np.maximum.accumulate(part["us"])]}
+        for ranks, part in table.sort_values("message_size").groupby("num_gpus")
+    }
+
+
+def _short(value: float) -> float:
+    """Four significant digits: the tables are no better than that."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,174 @@
+"""A `model` profile from LLMServingSim kernel tables: the terms of a step of the very model that was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sim.catalog.gpus import gpu
+from sim.catalog.models import model_shape
+
+from .attention import FULLNESS, AttentionFit, attention_intervals, fit_attention, fit_skew, judge_attention
+from .document import HOST_NOT_FITTED, PADDED_SIZES, document, thinned
+from .readers.llmservingsim import LICENCE, ONCE, SOURCE, KernelProfile
+from .split import error_summary, held_out_mask
+from .tent import Array, fit_line
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PER_LAYER_TWICE = "layernorm"
+SKEW_LEAST_US = 40.0
+"""Attention calls shorter than this are mostly launch, and say nothing about skew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """Operators by tokens `[points]`, in microseconds, summed over all layers."""
+
+    tokens: Array
+    time_us: Array
+
+
+def fit_model_profile(source: KernelProfile, *, date: str, command: str, resamples: int = 20) -> dict[str, Any]:
+    """The profile document. Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown model or GPU."""
+    model, device = model_shape(source.meta["model"]), gpu(_gpu_name(source.meta["gpu"]))
+    layers = model.num_layers
+    calls = source.attention[["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"]].to_numpy(float)
+    call_us = source.attention["time_us"].to_numpy(float)
+    attention = fit_attention(calls, call_us)
+    dense, rows = _dense(source.dense, layers), _rows(source.per_sequence)
+    error = judge_attention(calls, call_us) | {"held_out_dense": _judge_line(dense), "held_out_rows": _judge_line(rows)}
+    skew, skew_error = _skews(source.skew)
+    if skew_error:
+        error["skew"] = skew_error
+    notes = [
+        f"{attention.mixed.unidentified} of {attention.mixed.values.size} knots of the table of decodes beside a prefill have no "
+        "measurement near them and were filled in along their neighbours' slopes",
+        "kernels were measured eager: gaps between them in a captured graph, and host time, are not in these terms",
+    ]
+    if source.skew is None:
+        notes.append("no batches of unequal contexts were measured: they are priced as if all were as long as their mean")
+    if source.tensor_parallel_size > 1:
+        notes.append("no collective was measured: all_reduce is a stated constant, not a fit (16 GB/s and 20 us over PCIe)")
+    terms = _terms(attention, layers, dense, rows, skew)
+    if source.tensor_parallel_size > 1:
+        terms["all_reduce"] = _stated_all_reduce(model.hidden_size, layers, source.tensor_parallel_size)
+    short = {"meta-llama/Llama-3.1-8B": "llama-3.1-8b", "Qwen/Qwen3-32B": "qwen3-32b"}.get(model.name, model.name)
+    return document(
+        name=f"{device.name}.{short}.tp{source.tensor_parallel_size}",
+        kind="model",
+        gpu=device.name,
+        model=model.name,
+        tensor_parallel_size=source.tensor_parallel_size,
+        dtype="bfloat16",
+        kv_cache_dtype="bfloat16",
+        terms=terms,
+        host=HOST_NOT_FITTED,
+        padded_sizes=list(PADDED_SIZES),
+        range={
+            "max_tokens": int(dense.tokens.max()),
+            "max_seqs": int(calls[:, 2].max()),
+            "max_context_tokens": int(calls[:, 3].max()),
+        },
+        error=error | {"end_to_end": "not yet judged end to end"},
+        intervals=attention_intervals(calls, call_us, resamples),
+        identifiability=notes,
+        provenance={
+            "source": f"{SOURCE}, {source.folder.name}",
+            "licence": LICENCE,
+            "engine": f"vLLM {source.meta['vllm_version']}",
+            "measured_on": source.meta["gpu"],
+            "measured_at": source.meta.get("profiled_at", ""),
+            "date": date,
+            "command": command,
+        },
+    )
+
+
+def _terms(attention: AttentionFit, layers: int, dense: _Dense, rows: _Dense, skew: dict[str, Any]) -> dict[str, Any]:
+    def table(values: Array) -> list[list[float]]:
+        return [[round(float(value) * layers, 2) for value in row] for row in values]
+
+    launch_us = float(attention.prefill.values[0, 0])
+    return {
+        "dense": _line_json(dense, "tokens"),
+        "rows": _line_json(rows, "rows"),
+        "prefill": {
+            "chunk": list(attention.chunk_knots),
+            "context": list(attention.context_knots),
+            "us": table(attention.prefill.values),
+        },
+        "decode": {"seqs": list(attention.seqs_knots), "context": list(attention.kv_knots), "us": table(attention.decode.values)},
+        "mixed": {"seqs": list(attention.seqs_knots), "context": list(attention.kv_knots), "us": table(attention.mixed.values)},
+        "mixed_tile_us": round(attention.mixed_tile_us * layers, 6),
+        "chunk_launch_us": round(launch_us * layers, 3),
+        "overlap": {"tiles": list(FULLNESS), "exponent": list(attention.overlap)},
+        **skew,
+    }
+
+
+def _dense(table: pd.DataFrame, layers: int) -> _Dense:
+    """All dense operators of a step: once a layer, norms twice a layer, embedding and final norm once."""
+    by_layer = table.pivot_table(index="tokens", columns="layer", values="time_us")
+    weight = {name: 1 if name in ONCE else layers * (2 if name == PER_LAYER_TWICE else 1) for name in by_layer.columns}
+    total = sum(by_layer[name] * times for name, times in weight.items())
+    return _Dense(by_layer.index.to_numpy(float), np.asarray(total, dtype=np.float64))
+
+
+def _rows(table: pd.DataFrame) -> _Dense:
+    total = table.pivot_table(index="sequences", columns="layer", values="time_us").sum(axis=1)
+    return _Dense(total.index.to_numpy(float), total.to_numpy(float))
+
+
+def _line_json(curve: _Dense, name: str) -> dict[str, Any]:
+    knots = thinned(curve.tokens, curve.time_us)
+    values = fit_line(curve.tokens, curve.time_us, knots).values
+    return {name: [int(knot) for knot in knots], "us": [round(float(value), 2) for value in values]}
+
+
+def _judge_line(curve: _Dense) -> dict[str, Any]:
+    held = held_out_mask(curve.tokens.size)
+    held[[0, -1]] = False  # the ends are the range; beyond them is extrapolation, judged as an axis
+    knots = thinned(curve.tokens[~held], curve.time_us[~held])
+    values = fit_line(curve.tokens[~held], curve.time_us[~held], knots).values
+    return error_summary(np.interp(curve.tokens[held], knots, values), curve.time_us[held])
+
+
+def _skews(table: pd.DataFrame | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    none = {"seqs": [1], "share": [0.0]}
+    if table is None:
+        return {"decode_skew": none, "mixed_skew": none}, {}
+    found: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
+    for key, regime in (("decode_skew", "pure"), ("mixed_skew", "mixed")):
+        part = table[(table["regime"] == regime) & (table["t_mean_us"] >= SKEW_LEAST_US)]
+        n = part["n"].to_numpy(float)
+        excess = (part["kv_big"] / part["kv_mean"] - 1).to_numpy(float)
+        ratio = (part["t_skew_us"] / part["t_mean_us"]).to_numpy(float)
+        fit = fit_skew(n, excess, ratio - 1)
+        knots = sorted(set(n.astype(int).tolist()))
+        found[key] = {"seqs": knots, "share": [round(float(value), 5) for value in fit.values]}
+        errors[regime] = error_summary(ratio + fit.residuals, ratio) | {"without_the_term": error_summary(np.ones_like(ratio), ratio)}
+    return found, errors
+
+
+def _stated_all_reduce(hidden_size: int, layers: int, ranks: int) -> dict[str, Any]:
+    """Two all-reduces a layer: 20 us, and `2 (ranks - 1) / ranks` times the hidden states at 16 GB/s.
+
+    **Source:** the configuration with which the authors of the tables simulate this host; nobody measured it.
+    """
+    tokens = [1, 64, 512, 2048]
+    per_token_us = 2 * (ranks - 1) / ranks * hidden_size * 2 / 16e9 * 1e6
+    return {"tokens": tokens, "us": [round(2 * layers * (20.0 + per_token_us * count), 2) for count in tokens]}
+
+
+def _gpu_name(product: str) -> str:
+    """The catalogue's name of a product, as the driver prints it."""
+    lowered = product.lower()
+    for words, name in (("4090", "rtx-4090-24gb"), ("rtx pro 6000", "rtx-pro-6000-96gb")):
+        if words in lowered:
+            return name
+    return product

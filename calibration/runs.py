@@ -1,0 +1,147 @@
+"""Recorded runs of real servers: what each request got, and what the engine logged over time.
+
+Source of the formats: LLMServingSim 2 (`requests.jsonl`, `timeseries.csv`, `meta.json`), llm-d-benchmark (one CSV a rate).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sim.core.request import RequestSpec
+from sim.workload import read_trace
+
+from .errors import CalibrationError
+from .tables import read_csv
+from .tent import Array
+
+TRAJECTORY_COLUMNS = ("t", "running", "waiting", "kv_cache_pct")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """A run that was measured. Times in seconds from the first request's arrival at the engine; arrays `[requests]`."""
+
+    name: str
+    provenance: str
+    """What served it, as the run's own files say."""
+    requests: tuple[RequestSpec, ...]
+    """In order of arrival."""
+    ttft_s: Array
+    tpot_s: Array
+    """NaN where there was only one token."""
+    e2el_s: Array
+    finished_s: Array
+    scheduled_s: Array | None = None
+    """When each request was first scheduled, where that was recorded."""
+    ticks_s: Array | None = None
+    """Times of the engine's log lines `[ticks]`, on the requests' clock."""
+    trajectories: Mapping[str, Array] = field(default_factory=dict)
+    """`running`, `waiting`, and `kv_usage` (a share) where it was recorded, `[ticks]`."""
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first arrival to the last token."""
+        return float(self.finished_s.max())
+
+
+def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
+    """The run in a folder with `requests.jsonl` and `meta.json`, or in an llm-d CSV.
+
+    `prefixes` is a `lengths.csv` of the same requests, whose prefix hits they get. Raises: CalibrationError for a run without
+    provenance, or whose prefixes are another workload's; TraceError for an unreadable file; OSError.
+    """
+    if path.is_dir():
+        return _llmservingsim(path, prefixes)
+    if path.suffix == ".csv":
+        return _llm_d(path)
+    raise CalibrationError(f"{path}: not a recorded run; a folder with requests.jsonl and meta.json, or an llm-d CSV, is")
+
+
+def _llmservingsim(folder: Path, prefixes: Path | None) -> RecordedRun:
+    meta_path = folder / "meta.json"
+    if not meta_path.is_file():
+        raise CalibrationError(f"{folder}: no meta.json; a run of unknown engine and settings cannot be judged")
+    meta = json.loads(meta_path.read_text(encoding="utf-8"))
+    rows = [json.loads(text) for text in (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines() if text]
+    missing = [key for key in ("queued_ts", "first_token_ts", "last_token_ts") if any(key not in row for row in rows)]
+    if missing or not rows:
+        raise CalibrationError(f"{folder / 'requests.jsonl'}: {missing[0] if missing else 'every row'} is missing")
+    specs = _specs(folder, rows, prefixes)
+    start = min(row["queued_ts"] for row in rows)
+    order = sorted(range(len(rows)), key=lambda i: rows[i]["queued_ts"])
+    rows = [rows[i] for i in order]
+    requests = tuple(replace(specs[i], arrival_s=rows[place]["queued_ts"] - start) for place, i in enumerate(order))
+    queued, scheduled, first, last = (
+        np.asarray([row[key] for row in rows]) - start
+        for key in ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+    )
+    outputs = np.asarray([row["output_toks"] for row in rows], dtype=np.float64)
+    ticks, trajectories = _timeseries(folder / "timeseries.csv", rows, meta)
+    return RecordedRun(
+        name=folder.name,
+        provenance=f"{meta.get('model', '?')} on vLLM {meta.get('vllm_version', '?')}, started {meta.get('started_at', '?')}",
+        requests=requests,
+        ttft_s=first - queued,
+        tpot_s=np.where(outputs > 1, (last - first) / np.maximum(outputs - 1, 1), np.nan),
+        e2el_s=last - queued,
+        finished_s=last,
+        scheduled_s=scheduled,
+        ticks_s=ticks,
+        trajectories=trajectories,
+    )
+
+
+def _specs(folder: Path, rows: Sequence[Mapping[str, Any]], prefixes: Path | None) -> list[RequestSpec]:
+    """The requests in the file's order, with content from `prefixes` if given."""
+    if prefixes is None:
+        by_id = {spec.request_id: spec for spec in read_trace(folder / "requests.jsonl").requests}
+        return [by_id[str(row["request_id"])] for row in rows]
+    known = read_trace(prefixes).requests
+    lengths = [(int(row["input_toks"]), int(row["output_toks"])) for row in rows]
+    if [(spec.input_tokens, spec.output_tokens) for spec in known] != lengths:
+        raise CalibrationError(f"{prefixes}: its lengths are not those of {folder / 'requests.jsonl'}, row by row")
+    return [replace(spec, request_id=str(row["request_id"])) for spec, row in zip(known, rows, strict=True)]
+
+
+def _timeseries(
+    path: Path, rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]
+) -> tuple[Array | None, dict[str, Array]]:
+    if not path.is_file():
+        return None, {}
+    table = read_csv(path, TRAJECTORY_COLUMNS, 2)
+    # The log counts from the start of the run; requests are stamped by another clock. `arrival_time` is on both.
+    started = datetime.fromisoformat(str(meta["started_at"]).replace("Z", "+00:00")).timestamp()
+    lead = min(row["arrival_time"] for row in rows) - started
+    found = {name: table[name].to_numpy(float) for name in ("running", "waiting")}
+    kv = table["kv_cache_pct"].to_numpy(float) / 100
+    if kv.max() > 0:  # 0 throughout means that it was not recorded
+        found["kv_usage"] = kv
+    return table["t"].to_numpy(float) - lead, found
+
+
+def _llm_d(path: Path) -> RecordedRun:
+    columns = ("prompt_tokens", "generation_tokens", "ttft", "generation_time", "launch_time", "finish_time")
+    table = read_csv(path, columns, 2)
+    table = table[table["ttft"] > 0].sort_values("launch_time", kind="stable")  # others failed
+    trace = read_trace(path)
+    if len(trace.requests) != len(table):
+        raise CalibrationError(f"{path}: {len(table)} rows succeeded, {len(trace.requests)} were read as requests")
+    start = float(table["launch_time"].iloc[0])
+    outputs = table["generation_tokens"].to_numpy(float)
+    decode = table["generation_time"].to_numpy(float)
+    return RecordedRun(
+        name=path.stem,
+        provenance="vLLM (about 0.8.5), llm-d-benchmark history",
+        requests=trace.requests,
+        ttft_s=table["ttft"].to_numpy(float),
+        tpot_s=np.where(outputs > 1, decode / np.maximum(outputs - 1, 1), np.nan),
+        e2el_s=(table["finish_time"] - table["launch_time"]).to_numpy(float),
+        finished_s=table["finish_time"].to_numpy(float) - start,
+    )

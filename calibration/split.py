@@ -1,0 +1,53 @@
+"""Held-out points: which, and how wrong a fit is on them. The split is drawn once from a stated seed, before anything is fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .tent import Array
+
+SEED = 20260
+"""Root of the split and of the bootstrap. Frozen: changing it after seeing an error would make the error meaningless."""
+HELD_OUT = 0.2
+"""Share of points that a fit does not see when it is judged."""
+RESAMPLES = 40
+"""Bootstrap resamples."""
+Predict = Callable[[npt.NDArray[np.int_]], Array]
+
+
+def held_out_mask(count: int, seed: int = SEED) -> npt.NDArray[np.bool_]:
+    """True for a fifth of `count` points, always the same ones."""
+    chosen = np.random.default_rng(seed).permutation(count)[: round(count * HELD_OUT)]
+    mask = np.zeros(count, dtype=bool)
+    mask[chosen] = True
+    return mask
+
+
+def error_summary(predicted: Array, measured: Array) -> dict[str, Any]:
+    """Median and 95th percentile of the absolute relative error, and the median signed one (bias)."""
+    error = predicted / measured - 1
+    return {
+        "points": int(error.size),
+        "median": round(float(np.median(np.abs(error))), 5),
+        "p95": round(float(np.quantile(np.abs(error), 0.95)), 5),
+        "bias": round(float(np.median(error)), 5),
+    }
+
+
+def bootstrap(count: int, estimate: Callable[[npt.NDArray[np.int_]], Array], resamples: int = RESAMPLES) -> Array:
+    """`estimate` of `resamples` samples of `count` points drawn with replacement, `[resamples, ...]`."""
+    rng = np.random.default_rng(SEED + 1)
+    return np.stack([estimate(rng.integers(0, count, count)) for _ in range(resamples)])
+
+
+def interval(samples: Array) -> list[float]:
+    """The central 95 % of bootstrap estimates, relative to their median: `[low, high]`, such as `[-0.01, 0.02]`."""
+    middle = float(np.median(samples))
+    if middle <= 0:
+        return [0.0, 0.0]
+    low, high = np.quantile(samples, [0.025, 0.975]) / middle - 1
+    return [round(float(low), 5), round(float(high), 5)]

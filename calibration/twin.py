@@ -1,0 +1,90 @@
+"""The same requests, simulated: a recorded run's arrivals and lengths on a scenario's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sim.core.request import RequestSpec
+from sim.costs.protocol import CostModel
+from sim.policy_choice import choose_policy
+from sim.resolve import resolve
+from sim.results.summary import request_columns, summarize, timeline_columns
+from sim.scenario import Scenario
+from sim.simulation import cost_model, engine_config
+from sim.world.run import run_world
+
+from .tent import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """What the twin says of a recorded run. Arrays `[requests]` in the order given."""
+
+    profile: str
+    summary: dict[str, Any]
+    ttft_s: Array
+    tpot_s: Array
+    e2el_s: Array
+    finished_s: Array
+    scheduled_s: Array
+    timeline: dict[str, Array]
+    """Engine state, an interval a row: time_s, duration_s, running, waiting, used_blocks …"""
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first arrival to the last token."""
+        return float(np.nanmax(self.finished_s))
+
+    def at(self, ticks_s: Array) -> dict[str, Array]:
+        """Engine state at given times: `running`, `waiting`, `kv_usage`, and `preempted` (started, not running, not finished)."""
+        rows = np.clip(np.searchsorted(self.timeline["time_s"], ticks_s, side="right") - 1, 0, None)
+        ends = self.timeline["time_s"] + self.timeline["duration_s"]
+        busy = (ticks_s >= self.timeline["time_s"][0]) & (ticks_s < ends[rows])
+        found = {
+            "running": np.where(busy, self.timeline["running"][rows], 0.0),
+            "waiting": np.where(busy, self.timeline["waiting"][rows], 0.0),
+            "kv_usage": np.where(busy, self.timeline["used_blocks"][rows], 0.0) / self.summary["num_gpu_blocks"],
+        }
+        return found | {"preempted": preempted(self.scheduled_s, self.finished_s, ticks_s, found["running"])}
+
+
+def preempted(scheduled_s: Array, finished_s: Array, ticks_s: Array, running: Array) -> Array:
+    """Requests that were started, have not finished and are not running, at each tick."""
+    started = np.searchsorted(np.sort(scheduled_s), ticks_s, side="right")
+    ended = np.searchsorted(np.sort(finished_s), ticks_s, side="right")
+    result: Array = np.maximum(started - ended - running, 0.0)
+    return result
+
+
+def simulate_requests(scenario: Scenario, requests: Sequence[RequestSpec], cost: CostModel | None = None) -> SimulatedRun:
+    """Simulate exactly `requests` with the engine, memory and (unless `cost` is given) prices of `scenario`.
+
+    Raises: ScenarioError, ConfigError.
+    """
+    resolved = resolve(scenario)
+    prices = cost or cost_model(resolved)
+    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
+    record = run_world(config, prices, list(requests), policy=policy)
+    columns, timeline = request_columns(record), timeline_columns(record)
+    summary = summarize(
+        record,
+        scenario=resolved.what_was_run(config),
+        seed=0,
+        version="",
+        warnings=[*resolved.warnings, *prices.warnings()],
+    )
+
+    def values(name: str) -> Array:
+        return np.asarray([np.nan if value is None else value for value in columns[name]], dtype=np.float64)
+
+    names = ("ttft_s", "tpot_s", "e2el_s", "finished_s", "scheduled_s")
+    return SimulatedRun(
+        profile=prices.name,
+        summary=summary,
+        timeline={name: np.asarray(column, dtype=np.float64) for name, column in timeline.items()},
+        **{name: values(name) for name in names},
+    )

@@ -1,0 +1,53 @@
+"""Build the embedded profiles from the public kernel tables: `python -m experiments.build_profiles DATA [--date D]`.
+
+Everything is fitted to kernel tables alone: no run of a server is looked at, and host time is 0 ("kernels only").
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from pathlib import Path
+from typing import Any
+
+from calibration.document import write
+from calibration.fit_gpu import fit_gpu_profile
+from calibration.fit_model import fit_model_profile
+from calibration.readers import aiconfigurator, llmservingsim
+from sim.costs.library import FOLDER
+
+from .profile_sources import GPU_TABLES, KERNELS, MODEL_PROFILES, RUNS
+
+COMMAND = "python -m experiments.build_profiles DATA"
+
+
+def build_all(data: Path, out: Path, date: str) -> dict[str, Path]:
+    """Write every profile into `out`; returns their paths by name. Raises: CalibrationError, ConfigError, OSError."""
+    documents: list[dict[str, Any]] = []
+    for folder, ranks in MODEL_PROFILES:
+        source = llmservingsim.read_profile(data / RUNS / "profiles" / folder, ranks)
+        documents.append(fit_model_profile(source, date=date, command=COMMAND))
+    for name in GPU_TABLES:
+        source_tables = aiconfigurator.read_tables(data / KERNELS / name)
+        documents.append(fit_gpu_profile(source_tables, date=date, command=COMMAND))
+    out.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for document in documents:
+        paths[document["name"]] = out / f"{document['name']}.json"
+        write(document, paths[document["name"]])
+    return paths
+
+
+def main() -> None:
+    """Build and say what was built."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path, help="folder of the public data (shared/data)")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat())
+    chosen = parser.parse_args()
+    for name, path in build_all(chosen.data, chosen.out, chosen.date).items():
+        print(f"{name:<44} {path.stat().st_size / 1000:7.1f} kB")
+
+
+if __name__ == "__main__":
+    main()

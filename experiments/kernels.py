@@ -1,0 +1,184 @@
+"""`kvtwin kernels`: compile every Triton kernel for a GPU that need not be there; with `--bench`, time them on one that is."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.catalog.naming import unknown
+from sim.core.config import ConfigError
+
+from .terminal import Progress, number, print_json, say
+
+if TYPE_CHECKING:
+    from gpu.compile_check import CompileReport
+
+ALL = ("sm_80", "sm_90", "sm_100")
+"""What `--target all` stands for: A100, H100 and H200, B200."""
+
+
+def kernels(
+    target: str = "sm_90",
+    *,
+    only: str | None = None,
+    bench: bool = False,
+    json: bool = False,
+    data_dir: Path | None = None,
+) -> int:
+    """Compile and print; 0 when every kernel keeps its budget, 1 when one does not.
+
+    Args:
+        target: a key of `gpu.compile_check.TARGETS`, or `all`.
+        only: compile only kernels whose name contains this.
+        bench: time the kernels on this machine's GPU too.
+        json: one JSON document instead of the tables.
+        data_dir: where published timings are looked for; KVTWIN_DATA when None.
+
+    Raises:
+        ConfigError: an unknown target or kernel, no torch or triton, or `bench` without a GPU.
+    """
+    targets = _targets(target)
+    timed: dict[str, Any] | None = _bench(data_dir) if bench else None
+    reports = compile_all(targets, only)
+    if json:
+        document: dict[str, Any] = {"kernels": [report.as_json() for report in reports], **_versions()}
+        print_json(document | ({} if timed is None else {"bench": timed}))
+    else:
+        say(as_text(reports))
+        if timed is not None:
+            say(bench_text(timed))
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def compile_all(targets: Sequence[str], only: str | None = None) -> list[CompileReport]:
+    """Compile the catalogue for each target.
+
+    Raises:
+        ConfigError: no kernel is called so; torch or triton is missing.
+    """
+    catalogue = _needs_gpu_extra("gpu.kernels.catalogue").CATALOGUE
+    compile_launch = _needs_gpu_extra("gpu.compile_check").compile_launch
+    chosen = [name for name in catalogue if only is None or only in name]
+    if only is not None and not chosen:
+        raise unknown("kernel", only, {name.partition("[")[0] for name in catalogue})
+    reports: list[CompileReport] = []
+    with Progress("compiling") as progress:
+        for target in targets:
+            for name in chosen:
+                make, budget = catalogue[name]
+                progress.say(f"{name} for {target}")
+                try:
+                    reports.append(compile_launch(name, make(), target, budget))
+                except RuntimeError as error:
+                    if os.environ.get("TRITON_INTERPRET") == "1":
+                        raise ConfigError(str(error)) from error
+                    raise
+    return reports
+
+
+def _targets(target: str) -> tuple[str, ...]:
+    if target == "all":
+        return ALL
+    known = _needs_gpu_extra("gpu.compile_check").TARGETS
+    if target not in known:
+        raise unknown("target", target, [*known, "all"])
+    return (target,)
+
+
+def _needs_gpu_extra(module: str) -> Any:
+    """A module of `gpu` that imports torch and triton.
+
+    Raises:
+        ConfigError: they are not installed; says how to install them.
+    """
+    from gpu.require import MissingExtraError, require
+
+    try:
+        for name in ("torch", "triton"):
+            require(name, "kvtwin kernels")
+    except MissingExtraError as error:
+        raise ConfigError(str(error)) from error
+    return importlib.import_module(module)
+
+
+def _versions() -> dict[str, str]:
+    return {name: str(importlib.import_module(name).__version__) for name in ("torch", "triton")}
+
+
+def as_text(reports: Sequence[CompileReport]) -> str:
+    """The reports as a table."""
+    width = max(len(report.name) for report in reports) + 2
+    head = f"{'kernel':<{width}}{'target':<8}{'registers':>10}{'spilled B':>11}{'shared B':>10}{'vector B':>10}  budget"
+    lines = [head]
+    for report in reports:
+        found = report.resources
+        lines.append(
+            f"{report.name:<{width}}{report.target:<8}{found.registers:>10}{found.stack_bytes:>11}"
+            f"{number(report.shared_bytes):>10}{found.vector_bytes:>10}  {'kept' if report.ok else '; '.join(report.problems)}"
+        )
+    broken = sum(not report.ok for report in reports)
+    verdict = "all keep their budgets" if not broken else f"{broken} of {len(reports)} do not keep their budgets"
+    return "\n".join([*lines, "", f"{len(reports)} compiled: {verdict}"])
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------------------
+
+
+def _bench(data_dir: Path | None) -> dict[str, Any]:
+    """Time the kernels on this machine's GPU and set published figures beside them."""
+    measure = _needs_gpu_extra("gpu.bench")
+    try:
+        where = measure.provenance()
+    except measure.NoDeviceError as error:
+        raise ConfigError(
+            f"--bench needs a CUDA device: {error}; without one, leave --bench out to compile the kernels only"
+        ) from error
+    published, why_not = _published(data_dir, where["device"])
+    rows: list[dict[str, Any]] = []
+    with Progress("timing") as progress:
+        for timing in measure.run():
+            progress.say(timing.name)
+            row = {
+                "name": timing.name,
+                "microseconds": timing.microseconds,
+                "gb_per_s": timing.bytes_per_s / 1e9,
+                "copy_share": timing.copy_share,
+            }
+            beside = published(timing.batch_size, timing.context_tokens, "bfloat16") if timing.batch_size else None
+            if beside is not None:
+                row |= {"published_microseconds": beside.microseconds, "published_source": beside.source}
+            rows.append(row)
+    return {"provenance": where, "timings": rows, "published_note": why_not}
+
+
+def _published(data_dir: Path | None, device: str) -> tuple[Any, str]:
+    """A function that finds the published timing of a decode, and why there may be none."""
+    from gpu.published import decode_times, nearest
+
+    folder = data_dir or (Path(os.environ["KVTWIN_DATA"]) if os.environ.get("KVTWIN_DATA") else None)
+    if folder is None:
+        return (lambda *_: None), "set KVTWIN_DATA to see published figures beside these"
+    times, why_not = decode_times(folder, device)
+    return (lambda *shape: nearest(times, *shape)), why_not
+
+
+def bench_text(timed: dict[str, Any]) -> str:
+    """The timings as a table."""
+    where = timed["provenance"]
+    width = max(len(row["name"]) for row in timed["timings"]) + 2
+    lines = [
+        "",
+        f"measured on {where['device']}, torch {where['torch']}, triton {where['triton']}, CUDA {where['cuda']}",
+        f"{'kernel':<{width}}{'µs':>10}{'GB/s':>10}{'of copy':>9}{'published µs':>14}",
+    ]
+    for row in timed["timings"]:
+        beside = number(row.get("published_microseconds"))
+        lines.append(
+            f"{row['name']:<{width}}{row['microseconds']:>10.1f}{row['gb_per_s']:>10.0f}{row['copy_share']:>9.1%}{beside:>14}"
+        )
+    sources = sorted({row["published_source"] for row in timed["timings"] if "published_source" in row})
+    lines += [f"published: {source}" for source in sources]
+    return "\n".join([*lines, *([f"note: {timed['published_note']}"] if timed["published_note"] else [])])

@@ -1,0 +1,164 @@
+"""Every preset under load: goodput, tails, and who paid for it, on common random numbers.
+
+    python -m experiments.policy_table [--requests 1000] [--replications 5] [--workload azure-conv] [--json FILE]
+
+Capacity is the highest rate at which `vllm-v1` serves 95 % of the requests within the objectives (bisection on the same seeds). At
+0.8, 1.0, 1.2 and 1.5 of it every preset gets the same requests: a fifth of them important (priority 0), the rest not (priority 1).
+Intervals are t intervals (95 %) of the paired differences to `ladder`, replication by replication.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import sim
+from sim.core.policies import PRESETS
+from sim.results.files import write_json
+from sim.results.statistics import mean_interval, paired_difference
+
+LOADS = (0.8, 1.0, 1.2, 1.5)
+BASELINE = "vllm-v1"
+OURS = "ladder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What one run came to."""
+
+    goodput_per_s: float
+    ttft_p99_s: float
+    tpot_p99_s: float
+    degraded: float
+    """Share of requests that a rung touched."""
+    rejected: float
+    preempted: float
+    """Share of requests that lost their blocks at least once."""
+    important_served: float
+    """Share of the important requests that met the objectives."""
+    important_failed: int
+    """Important requests that were rejected or failed."""
+
+
+def scenario(workload: str, policy: str, rate: float, requests: int) -> sim.Scenario:
+    """An 8B model on an H100 whose pool is small enough that memory, not compute, is what runs out first."""
+    return sim.Scenario(
+        model="llama-3.1-8b",
+        gpu="h100-sxm-80gb",
+        workload={
+            "workload": workload,
+            "rate": rate,
+            "num_requests": requests,
+            "priorities": {0: 0.2, 1: 0.8},
+        },
+        engine={"num_gpu_blocks_override": POOLS[workload], "max_num_seqs": 256, "max_model_len": LENGTHS[workload]},
+        policy={"policy": policy},
+        slo=OBJECTIVES[workload],
+    )
+
+
+POOLS = {"azure-conv": 6000, "mooncake-chat": 20000}
+LENGTHS = {"azure-conv": 16384, "mooncake-chat": 131072}
+OBJECTIVES = {"azure-conv": "ttft_p99=2,tpot_p99=0.05", "mooncake-chat": "ttft_p99=10,tpot_p99=0.2"}
+
+
+def served(workload: str, policy: str, rate: float, requests: int, replication: int) -> Served:
+    """One run."""
+    result = sim.simulate(scenario(workload, policy, rate, requests), seed=0, replication=replication)
+    summary, columns = result.summary, result.request_columns
+    limits = {name.split("_")[0]: limit for name, limit in summary["scenario"]["slo"].items()}
+    rows = list(
+        zip(
+            columns["priority"],
+            columns["outcome"],
+            columns["ttft_s"],
+            columns["tpot_s"],
+            columns["degraded"],
+            strict=True,
+        )
+    )
+    important = [row for row in rows if row[0] == 0]
+
+    def good(row: tuple[Any, ...]) -> bool:
+        return bool(row[1] == "finished" and row[2] <= limits["ttft"] and (row[3] or 0.0) <= limits["tpot"])
+
+    return Served(
+        goodput_per_s=summary["goodput_per_s"],
+        ttft_p99_s=summary["ttft_s"].get("p99", float("nan")),
+        tpot_p99_s=summary["tpot_s"].get("p99", float("nan")),
+        degraded=sum(bool(row[4]) for row in rows) / len(rows),
+        rejected=summary["rejected"] / len(rows),
+        preempted=sum(count > 0 for count in columns["preemptions"]) / len(rows),
+        important_served=sum(map(good, important)) / max(len(important), 1),
+        important_failed=sum(row[1] in ("rejected", "failed") for row in important),
+    )
+
+
+def capacity_per_s(workload: str, requests: int) -> float:
+    """The highest rate at which the baseline serves 95 % of the requests within the objectives."""
+
+    def holds(rate: float) -> bool:
+        summary = sim.simulate(scenario(workload, BASELINE, rate, requests), seed=0).summary
+        return bool(summary["slo_attainment"] >= 0.95)
+
+    low, high = 0.05, 0.1
+    while holds(high):
+        low, high = high, 2 * high
+    while high / low > 1.02:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def table(workload: str, requests: int, replications: int, presets: list[str]) -> Iterator[dict[str, Any]]:
+    """One row a load and preset."""
+    capacity = capacity_per_s(workload, requests)
+    for load in LOADS:
+        runs = {
+            preset: [served(workload, preset, load * capacity, requests, k) for k in range(replications)]
+            for preset in presets
+        }
+        ours = [run.goodput_per_s for run in runs[OURS]]
+        for preset, results in runs.items():
+            row: dict[str, Any] = {"workload": workload, "load": load, "rate_per_s": load * capacity, "preset": preset}
+            for name in asdict(results[0]):
+                row[name] = mean_interval([getattr(run, name) for run in results]).mean
+            if preset != OURS:
+                gain = paired_difference([run.goodput_per_s for run in results], ours, smaller_is_better=False)
+                row["ladder_gains_per_s"] = [gain.difference, gain.low, gain.high]
+            yield row
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=sorted(POOLS), default="azure-conv")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--replications", type=int, default=5)
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    print(
+        "| load | preset | good/s | TTFT p99 s | TPOT p99 ms | degraded | rejected | preempted | important | ladder's gain/s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for row in table(options.workload, options.requests, options.replications, options.presets):
+        rows.append(row)
+        gain = row.get("ladder_gains_per_s")
+        shown = "" if gain is None else f"{gain[0]:+.2f} [{gain[1]:+.2f}, {gain[2]:+.2f}]"
+        print(
+            f"| {row['load']:.1f} ({row['rate_per_s']:.2f}/s) | {row['preset']} | {row['goodput_per_s']:.2f} | {row['ttft_p99_s']:.2f} "
+            f"| {1000 * row['tpot_p99_s']:.1f} | {row['degraded']:.1%} | {row['rejected']:.1%} | {row['preempted']:.1%} "
+            f"| {row['important_served']:.1%} | {shown} |",
+            flush=True,
+        )
+    if options.json is not None:
+        write_json(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

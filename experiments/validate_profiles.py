@@ -1,0 +1,202 @@
+"""How far the embedded profiles are from what others measured: `python -m experiments.validate_profiles DATA [L1 L2 L3 L4 L5 self]`.
+
+Splits, statistics and thresholds were fixed before the figures were looked at. Every level prints the target, the fitted
+profile and the roofline on the same footing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from calibration.host import fit_host, with_host
+from calibration.judge import judge
+from calibration.runs import RecordedRun, read_run
+from calibration.tent import Array
+from calibration.twin import SimulatedRun, preempted, simulate_requests
+from sim.catalog.gpus import gpu
+from sim.catalog.models import model_shape
+from sim.costs import Roofline
+from sim.costs.library import FOLDER, fitted_cost, profile_names
+from sim.costs.profile import FittedProfile
+from sim.costs.profile_file import read_profile
+from sim.costs.protocol import CostModel
+
+from .profile_sources import A100, HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_6000, RUNS, Case
+from .validate_loop import print_self_test
+from .validate_silicon import print_silicon
+
+A100_RATES = ("0.5", "0.67", "0.84", "1")
+A100_CALIBRATED_ON = ("0.5", "0.84")
+POOLS = range(1600, 2600, 50)
+"""Pool sizes that are tried, in blocks, for the one under which exp-0 at 0.84 a second queues as it did."""
+
+
+def print_kernels(data: Path) -> None:
+    """L1: kernel points and axes that the fits did not see, as stored in each profile."""
+    print("\nL1 held-out kernel points (target: median 5 %, 95th percentile 15 %; held-out axis: median 10 %)")
+    for name in profile_names():
+        error = read_profile(FOLDER / f"{name}.json").data["error"]
+        for key, value in error.items():
+            if key.startswith("held_out"):
+                print(
+                    f"  {name:<36} {key:<46} {value['median']:7.1%} {value['p95']:7.1%}"
+                    + (f" {value['points']:>6} points" if "points" in value else "")
+                )
+
+
+def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
+    """The embedded profile and the roofline, for the model and GPU of a case."""
+    model, device = model_shape(case.settings["model"]), gpu(case.settings["gpu"])
+    ranks = case.settings.get("tensor_parallel_size", 1)
+    return {
+        "profile, kernels only": fitted_cost(case.profile, model, device, tensor_parallel_size=ranks),
+        "roofline": Roofline(model, device, tensor_parallel_size=ranks),
+    }
+
+
+def print_unpressed(data: Path) -> None:
+    """L2: RTX PRO 6000, no memory pressure."""
+    run = read_run(data / RUNS / RTX_PRO_6000.run, data / PREFIXES)
+    costs: dict[str, CostModel] = dict(costs_of(RTX_PRO_6000))
+    step_s = host_of_first_requests(run)
+    kernels = costs["profile, kernels only"]
+    assert isinstance(kernels, FittedProfile)
+    costs[f"with host time of {step_s * 1e6:.0f} us a step, fitted on {HOST_REQUESTS} requests"] = with_host(
+        kernels, step_s
+    )
+    print("\nL2 RTX PRO 6000, Llama-3.1-8B (targets: TPOT mean 2 %, E2E mean 3 %, makespan 3 %, TTFT p90 10 %)")
+    print("  to beat, a peer's own figures: TPOT -1.0 %, E2E -1.8 %, TTFT mean -4.0 %")
+    _print_runs(RTX_PRO_6000, run, costs)
+
+
+def host_of_first_requests(run: RecordedRun) -> float:
+    """Host time a step, in seconds, from the mean TPOT of the first requests of the RTX PRO 6000 run and nothing else."""
+    kernels = costs_of(RTX_PRO_6000)["profile, kernels only"]
+    assert isinstance(kernels, FittedProfile)
+    scenario = RTX_PRO_6000.scenario()
+
+    def predict(step_s: float, seq_s: float) -> Array:
+        twin = simulate_requests(scenario, run.requests, with_host(kernels, step_s, seq_s))
+        return np.asarray([np.nanmean(twin.tpot_s[:HOST_REQUESTS])])
+
+    return fit_host(predict, np.asarray([np.nanmean(run.tpot_s[:HOST_REQUESTS])])).step_s
+
+
+def print_pressed(data: Path) -> None:
+    """L3: RTX 4090 under KV saturation."""
+    run = read_run(data / RUNS / RTX_4090.run, data / PREFIXES)
+    print("\nL3 RTX 4090, Llama-3.1-8B, KV saturated, pool sized by the ledger (the run had 2,588 blocks)")
+    print("  targets: TTFT mean 1.5 %, TPOT mean 1 %, makespan 1 %, TTFT p90 and p99 2 %, KV mean 2 points,")
+    print("           running and waiting within 5 %, ticks with more than one preempted 25 %, most preempted 30 %")
+    print(
+        "  to beat, a peer's own figures: TTFT +0.6 %, TPOT +0.2 %, latency +0.5 %; plain kernel sum: 2.8 / 1.0 / 1.7 %"
+    )
+    _print_runs(RTX_4090, run, dict(costs_of(RTX_4090)))
+
+
+def _print_runs(case: Case, run: RecordedRun, costs: dict[str, CostModel]) -> None:
+    for label, cost in costs.items():
+        twin = simulate_requests(case.scenario(), run.requests, cost)
+        judged = judge(run, twin)
+        errors = {metric.name: metric.error for metric in judged.metrics}
+        print(f"  {label}: {twin.summary['num_gpu_blocks']:,} blocks, verdict {judged.verdict}")
+        for name in ("ttft", "tpot", "e2el"):
+            figures = (
+                f"{statistic} {errors[f'{name}_{statistic}_s']:+.2%}" for statistic in ("mean", "p50", "p90", "p99")
+            )
+            print(f"    {name:<9} {'  '.join(figures)}")
+        print(f"    makespan  {errors['makespan_s']:+.2%}")
+        for path in judged.trajectories:
+            means = f"{path.measured_mean:.3g} measured, {path.predicted_mean:.3g} simulated"
+            print(f"    {path.name:<9} distance {path.distance:.1%}, mean {means}")
+        _print_preempted(run, twin)
+
+
+def _print_preempted(run: RecordedRun, twin: SimulatedRun) -> None:
+    if run.ticks_s is None or run.scheduled_s is None or "kv_usage" not in run.trajectories:
+        return
+    measured = preempted(run.scheduled_s, run.finished_s, run.ticks_s, run.trajectories["running"])
+    simulated = twin.at(run.ticks_s)["preempted"]
+    print(
+        f"    preempted more than one in {int((measured > 1).sum())} ticks measured, {int((simulated > 1).sum())} simulated; "
+        f"most {measured.max():.0f} and {simulated.max():.0f}"
+    )
+
+
+def print_cliff(data: Path) -> None:
+    """L4: exp-0, Llama-3.1-70B on two A100."""
+    folder = data / "runs" / "llm-d-benchmark" / A100.run
+    runs = {rate: read_run(folder / f"qps_{rate}.csv") for rate in A100_RATES}
+    costs = costs_of(A100)
+    kernels = costs["profile, kernels only"]
+    assert isinstance(kernels, FittedProfile)
+    print("\nL4 2 x A100, Llama-3.1-70B (targets at 0.67 and 1.0: TPOT p50 5 %, TTFT p99 25 %)")
+    for label, cost in costs.items():
+        _print_rates(label, runs, lambda rate, cost=cost: simulate_requests(A100.scenario(), runs[rate].requests, cost))  # type: ignore[misc]
+
+    def predict(step_s: float, seq_s: float) -> Array:
+        cost = with_host(kernels, step_s, seq_s)
+        twins = [simulate_requests(A100.scenario(), runs[rate].requests, cost) for rate in A100_CALIBRATED_ON]
+        return np.asarray([np.nanmedian(twin.tpot_s) for twin in twins])
+
+    fit = fit_host(predict, np.asarray([np.nanmedian(runs[rate].tpot_s) for rate in A100_CALIBRATED_ON]))
+    corrected = with_host(kernels, fit.step_s, fit.seq_s)
+    blocks = _pool_that_queues(runs[A100_CALIBRATED_ON[-1]], corrected)
+    label = (
+        f"corrected on 0.5 and 0.84 only: host {fit.step_s * 1e3:.2f} ms a step, {fit.seq_s * 1e6:.0f} us a sequence, "
+        f"pool {blocks:,} blocks"
+    )
+    scenario = A100.scenario(num_gpu_blocks_override=blocks)
+    _print_rates(label, runs, lambda rate: simulate_requests(scenario, runs[rate].requests, corrected))
+
+
+def _pool_that_queues(run: RecordedRun, cost: CostModel) -> int:
+    """The pool under which the 99th percentile of TTFT comes closest to the run's: its start-up log was not kept."""
+    measured = np.percentile(run.ttft_s, 99)
+
+    def miss(blocks: int) -> float:
+        twin = simulate_requests(A100.scenario(num_gpu_blocks_override=blocks), run.requests, cost)
+        return abs(float(np.log(np.percentile(twin.ttft_s, 99) / measured)))
+
+    return min(POOLS, key=miss)
+
+
+def _print_rates(label: str, runs: dict[str, RecordedRun], simulate: Callable[[str], SimulatedRun]) -> None:
+    print(f"  {label}")
+    for rate, run in runs.items():
+        twin = simulate(rate)
+        tpot = np.nanmedian(twin.tpot_s) / np.nanmedian(run.tpot_s) - 1
+        tails = [(float(np.percentile(run.ttft_s, q)), float(np.percentile(twin.ttft_s, q))) for q in (50, 90, 99)]
+        ttft = "  ".join(
+            f"p{q} {a:.2f} s -> {b:.2f} s ({b / a - 1:+.0%})" for q, (a, b) in zip((50, 90, 99), tails, strict=True)
+        )
+        print(f"    {rate:>4} a second: TPOT p50 {tpot:+.1%}   TTFT {ttft}   {twin.summary['num_gpu_blocks']:,} blocks")
+
+
+LEVELS: dict[str, Callable[[Path], None]] = {
+    "L1": print_kernels,
+    "L2": print_unpressed,
+    "L3": print_pressed,
+    "L4": print_cliff,
+    "L5": print_silicon,
+    "self": print_self_test,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the chosen levels."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path, help="folder of the public data (shared/data)")
+    parser.add_argument("levels", nargs="*", help=f"of {', '.join(LEVELS)}; default: all")
+    chosen = parser.parse_args(argv)
+    levels: Iterable[str] = chosen.levels or LEVELS
+    for level in levels:
+        LEVELS[level](chosen.data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""L5: end-to-end TPOT and TTFT rows on H100 that others published, against the embedded H100 profile and the roofline.
+
+The rows have two origins. InferenceX rows say how they were run, and are simulated so. The others do not: most are taken for a
+closed loop in its steady state, where every client's prompt interrupts all others once a request; SGLang's, whose TTFT is that of
+one burst, are simulated as one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sim.catalog.gpus import gpu
+from sim.catalog.models import model_shape
+from sim.core.clock import to_s
+from sim.core.plan import BatchShape
+from sim.costs import Roofline
+from sim.costs.library import fitted_cost
+from sim.costs.protocol import CostModel
+from sim.scenario import Scenario
+
+GPU = "h100-sxm-80gb"
+BATCHED_TOKENS = 8192
+
+
+@functools.cache
+def cost_of(kind: str, model: str, ranks: int, quantization: str | None) -> CostModel:
+    """`profile` or `roofline` for one configuration."""
+    if kind == "roofline":
+        return Roofline(model_shape(model), gpu(GPU), tensor_parallel_size=ranks, quantization=quantization)
+    return fitted_cost(GPU, model_shape(model), gpu(GPU), tensor_parallel_size=ranks, quantization=quantization)
+
+
+def steady_tpot_s(cost: CostModel, clients: int, prompt: int, output: int) -> float:
+    """Mean TPOT of a closed loop: a decode step, and once in a request's life the prefill of every other client."""
+    context = round(clients * (prompt + output / 2))
+    alone = to_s(cost.step_fs(BatchShape(decode_seqs=clients, decode_context_tokens=context, sampled_seqs=clients)))
+    mixed = BatchShape(
+        prefill=((prompt, 0),), decode_seqs=clients, decode_context_tokens=context, sampled_seqs=clients + 1
+    )
+    return alone + clients * (to_s(cost.step_fs(mixed)) - alone) / output
+
+
+def simulated(row: Any, cost: CostModel, *, burst: bool) -> tuple[float, float]:
+    """Mean TPOT and TTFT of a row's clients, in seconds: one burst, or InferenceX's closed loop of ten requests a client."""
+    import sim
+
+    clients, prompt, output = int(row.batch_size), int(row.isl), int(row.osl)
+    scenario = Scenario.from_flags(
+        {
+            "model": row.model_path,
+            "gpu": GPU,
+            "tensor_parallel_size": int(row.tp_size),
+            "quantization": row.gemm_quant_mode or "none",
+            "max_num_batched_tokens": BATCHED_TOKENS,
+            "max_model_len": 10240,
+            "gpu_memory_utilization": 0.9,
+            "max_num_seqs": clients,
+            "enable_prefix_caching": False,
+            "workload": "uniform",
+            "max_concurrency": clients,
+            "num_requests": clients if burst else 10 * clients,
+        }
+    ).with_(
+        input_tokens=prompt if burst else [int(0.8 * prompt), prompt],
+        output_tokens=output if burst else [int(0.8 * output), output],
+    )
+    summary = sim.simulate(scenario, cost=cost).summary
+    return summary["tpot_s"]["mean"], summary["ttft_s"]["mean"]
+
+
+def errors(data: Path, kind: str) -> Any:
+    """The rows with columns `tpot_error`, `ttft_error` (NaN where it cannot be judged) and `how`. A pandas DataFrame."""
+    import numpy as np
+    import pandas as pd
+
+    table = pd.read_csv(data / "runs" / "silicon_h100_dense.csv")
+    table["gemm_quant_mode"] = table["gemm_quant_mode"].fillna("").astype(str)
+    found = []
+    for row in table.itertuples():
+        cost = cost_of(kind, str(row.model_path), int(row.tp_size), row.gemm_quant_mode or None)
+        ttft_s = np.nan
+        if "auto-gap" not in str(row.silicon_data_source):
+            how = "InferenceX"
+            tpot_s, ttft_s = simulated(row, cost, burst=False)
+        elif row.backend == "sglang":
+            how = "burst"
+            tpot_s, _ = simulated(row, cost, burst=True)
+        else:
+            how = "steady state"
+            tpot_s = steady_tpot_s(cost, int(row.batch_size), int(row.isl), int(row.osl))
+        found.append((tpot_s * 1e3 / row.silicon_tpot_ms - 1, ttft_s * 1e3 / row.silicon_ttft_ms - 1, how))
+    return table.assign(**dict(zip(("tpot_error", "ttft_error", "how"), zip(*found, strict=True), strict=True)))
+
+
+def print_silicon(data: Path) -> None:
+    """Medians by model, engine and tensor-parallel size, and the worst rows."""
+    print(
+        "\nL5 H100, 579 end-to-end rows (targets: TPOT median 8 % for vLLM, 12 % over all; TTFT 25 % where it can be judged)"
+    )
+    tables = {kind: errors(data, kind) for kind in ("profile", "roofline")}
+    keys = ["model_path", "backend", "tp_size", "how"]
+    median: Callable[[Any], float] = lambda values: float(values.abs().median())  # noqa: E731
+    groups = {kind: table.groupby(keys)["tpot_error"] for kind, table in tables.items()}
+    print(f"  {'model, engine, TP, how':<64} rows  profile  bias    roofline")
+    for key, values in groups["profile"]:
+        label = ", ".join(str(part) for part in key)
+        print(
+            f"  {label:<64} {len(values):4d} {median(values):8.1%} {values.median():+7.1%} "
+            f"{median(groups['roofline'].get_group(key)):8.1%}"
+        )
+    for kind, table in tables.items():
+        ttft = table["ttft_error"].dropna()
+        by_engine = ", ".join(f"{name} {median(part):.1%}" for name, part in table.groupby("backend")["tpot_error"])
+        print(
+            f"  {kind}: TPOT {by_engine}, all {median(table['tpot_error']):.1%}; TTFT (InferenceX rows) {median(ttft):.1%}"
+        )
+    worst = tables["profile"].reindex(tables["profile"]["tpot_error"].abs().sort_values(ascending=False).index).head(5)
+    for row in worst.itertuples():
+        print(
+            f"  worst: {row.model_path} {row.backend} {row.backend_version} TP{row.tp_size:.0f} {row.gemm_quant_mode or 'bf16'} "
+            f"{row.isl}/{row.osl} x {row.batch_size:.0f}: {row.silicon_tpot_ms:.1f} ms, {row.tpot_error:+.0%}"
+        )

@@ -1,0 +1,77 @@
+"""A cell: one scenario under one preset on one device, with the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .scenarios import SmallScenario
+from .worlds import changed_answers, first_difference, preset, reference_answers, replay, run_for_real
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What was compared, and what came of it."""
+
+    scenario: str
+    preset: str
+    device: str
+    decisions_equal: bool
+    """The simulated world, given the real durations, decided the same in every step."""
+    tokens_equal: bool
+    """Every request got the tokens that it gets with unlimited memory."""
+    leaked_blocks: int
+    """Blocks held when all was over."""
+    fallbacks: int
+    """Calls that were not served as meant."""
+    error: str | None
+    """What ended the run, or how the worlds differ; None when all is well."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Steps, outcomes, preemptions, swaps: what the cell exercised."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs, leaked or fell back."""
+        return (
+            self.decisions_equal
+            and self.tokens_equal
+            and not self.leaked_blocks
+            and not self.fallbacks
+            and self.error is None
+        )
+
+
+def check_cell(scenario: SmallScenario, name: str, device: str, reference: dict[str, list[int]] | None = None) -> Cell:
+    """Run `scenario` under preset `name` in both worlds. `reference` saves computing the roomy run again."""
+    where: dict[str, Any] = {"scenario": scenario.name, "preset": name, "device": device}
+    try:
+        if reference is None:
+            reference = reference_answers(scenario, device=device)
+        real = run_for_real(scenario, preset(name), device=device)
+        difference = first_difference(real.decisions, replay(scenario, preset(name), real.recording))
+    except Exception as error:  # whatever it is, it is this cell's verdict, and the others go on
+        message = f"{type(error).__name__}: {error}"
+        return Cell(**where, decisions_equal=False, tokens_equal=False, leaked_blocks=0, fallbacks=0, error=message)
+    changed = changed_answers(real, reference)
+    problems = [
+        difference and f"decisions: {difference}",
+        changed and f"answers of {', '.join(changed)} differ from those with unlimited memory",
+        real.leaked_blocks and f"{real.leaked_blocks} blocks leaked",
+        real.fallbacks and f"{real.fallbacks} calls fell back: {real.report['fallbacks']}",
+    ]
+    found = [problem for problem in problems if problem]
+    return Cell(
+        **where,
+        decisions_equal=difference is None,
+        tokens_equal=not changed,
+        leaked_blocks=real.leaked_blocks,
+        fallbacks=real.fallbacks,
+        error="; ".join(found) or None,
+        facts={
+            "steps": len(real.decisions),
+            "outcomes": real.outcomes,
+            "preemptions": sum(request.num_preemptions for request in real.requests),
+            "prefix_hit_tokens": sum(request.prefix_hit_tokens for request in real.requests),
+            "swapped_out_blocks": real.report["swapped_out_blocks"],
+        },
+    )

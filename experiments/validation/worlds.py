@@ -1,0 +1,157 @@
+"""One scenario under one preset, in the real world and in the simulated one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sim.core.config import EngineConfig
+from sim.core.plan import Executor
+from sim.core.policy import Policy
+from sim.core.request import Outcome, Request
+from sim.costs import FixedCost
+from sim.policy_choice import choose_policy
+from sim.world.executors import Recording, RecordingExecutor, ReplayExecutor
+from sim.world.run import run_world
+
+from .scenarios import SmallScenario
+
+if TYPE_CHECKING:
+    from sim.core.engine import EngineCore
+
+PresetOf = Callable[[EngineConfig], tuple[EngineConfig, Policy]]
+LOSSY = frozenset({"truncate"})
+"""Rungs of the ladder that change answers by definition; the request says that they did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a real run did."""
+
+    decisions: list[dict[str, object]]
+    recording: Recording
+    """The duration of every step, and what ran out of memory."""
+    requests: Sequence[Request]
+    answers: dict[str, list[int]]
+    """Sampled tokens of every request, as many as it was given."""
+    leaked_blocks: int
+    """Blocks that the core or the device held when all was over."""
+    fallbacks: int
+    """Calls that were served by something slower than what was meant."""
+    report: dict[str, Any]
+    """What the executor says of itself."""
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Requests by how they ended."""
+        return dict(Counter((request.outcome or Outcome.FAILED).value for request in self.requests))
+
+
+def preset(name: str, ladder: list[dict[str, str | float]] | None = None) -> PresetOf:
+    """Configures an engine as a preset does; made anew for each run, because some policies learn."""
+    table = {"policy": name, "ladder": ladder, "guard_priority": 0, "admission": None}
+    return lambda config: choose_policy(table, config)
+
+
+def run_for_real(
+    scenario: SmallScenario,
+    configure: PresetOf,
+    *,
+    device: str = "cpu",
+    checked: bool = True,
+    wrap: Callable[[Any], Executor] | None = None,
+    **settings: Any,
+) -> Recorded:
+    """Run a scenario on a device. `wrap` gets the executor and returns what is used in its place (to plant a fault);
+    `settings` are those of `RealSettings`.
+
+    Raises what the device's checks raise.
+    """
+    from gpu.real_engine import RealEngine, RealSettings
+
+    settings = {"num_threads": 1 if device == "cpu" else None, **settings}
+    engine = RealEngine(
+        RealSettings(shape=scenario.shape, device=device, seed=scenario.seed, checked=checked, **settings),
+        scenario.requests,
+    )
+    cores: list[EngineCore] = []
+    recorders: list[RecordingExecutor] = []
+    decisions: list[dict[str, object]] = []
+
+    def executor(core: EngineCore) -> RecordingExecutor:
+        inner = engine.executor(core)
+        cores.append(core)
+        recorders.append(RecordingExecutor(inner if wrap is None else wrap(inner)))
+        return recorders[-1]
+
+    config, policy = configure(scenario.engine)
+    record = run_world(
+        config,
+        FixedCost(1.0),
+        scenario.requests,
+        executor=executor,
+        policy=policy,
+        check=checked,
+        decision_log=decisions.append,
+    )
+    made, pool = engine.executors[0], cores[0].pool
+    made.pool.check(cores[0].running_tables)
+    return Recorded(
+        decisions=decisions,
+        recording=recorders[0].recording,
+        requests=record.requests,
+        answers={r.request_id: engine.tokens.answer(r.request_id, r.num_output_tokens) for r in record.requests},
+        leaked_blocks=made.leaked_blocks + pool.num_owned + pool.num_quarantined,
+        fallbacks=sum(made.model.ops.fallbacks.values()),
+        report=made.report(),
+    )
+
+
+def replay(scenario: SmallScenario, configure: PresetOf, recording: Recording) -> list[dict[str, object]]:
+    """The decisions of the simulated world, when every step takes as long as it really took."""
+    decisions: list[dict[str, object]] = []
+    config, policy = configure(scenario.engine)
+    run_world(
+        config,
+        FixedCost(1.0),
+        scenario.requests,
+        executor=lambda core: ReplayExecutor(recording),
+        policy=policy,
+        check=True,
+        decision_log=decisions.append,
+    )
+    return decisions
+
+
+def reference_answers(scenario: SmallScenario, *, device: str = "cpu", **settings: Any) -> dict[str, list[int]]:
+    """Every request's whole answer where memory is no object."""
+    roomy = scenario.roomy
+    return run_for_real(roomy, preset("vllm-v1"), device=device, checked=False, **settings).answers
+
+
+def changed_answers(run: Recorded, reference: dict[str, list[int]]) -> list[str]:
+    """Requests whose tokens differ from the reference, as far as they got; those that a lossy rung touched do not count."""
+    return [
+        request.request_id
+        for request in run.requests
+        if not LOSSY.intersection(request.degraded)
+        and run.answers[request.request_id] != reference[request.request_id][: len(run.answers[request.request_id])]
+    ]
+
+
+def first_difference(real: list[dict[str, object]], simulated: list[dict[str, object]]) -> str | None:
+    """Where two decision logs part, in words; None when they are equal."""
+    for ours, theirs in zip(real, simulated, strict=False):
+        if ours != theirs:
+            keys = [key for key in ours if ours[key] != theirs.get(key)]
+            return f"step {ours['step']} differs in {', '.join(keys)}: {ours[keys[0]]} for real, {theirs.get(keys[0])} simulated"
+    if len(real) != len(simulated):
+        return f"{len(real)} steps for real, {len(simulated)} simulated"
+    return None
+
+
+def with_engine(scenario: SmallScenario, **changes: Any) -> SmallScenario:
+    """The scenario with other engine settings."""
+    return replace(scenario, engine=replace(scenario.engine, **changes))

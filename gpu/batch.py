@@ -1,0 +1,197 @@
+"""StepBatch: the work of one step as tensors, in buffers that are taken once.
+
+Rows are tokens: first one of each decoding sequence, then the chunks of the others, sequence after sequence. The buffers are
+filled on the host through plain C arrays over the tensors' memory, so that a step makes no tensor and no allocator call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sim.core.blocks import NO_BLOCK
+
+_C_TYPES: dict[Any, Any] = {torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32, torch.float32: ctypes.c_float}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one sequence computes in a step."""
+
+    name: str
+    """Whose it is, for error messages."""
+    token_ids: Sequence[int]
+    """The tokens computed now."""
+    context_tokens: int
+    """Tokens before them, whose KV exists."""
+    block_table: Sequence[int]
+    """Its blocks in token order; NO_BLOCK for one that was given up."""
+    samples: bool
+    """Whether a token is sampled from the last of them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed now."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen, for all requests."""
+
+    temperature: float = 0.0
+    """0 takes the largest logit."""
+    top_k: int = 0
+    """0 for all."""
+    top_p: float = 1.0
+    """1 for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """One step, on the device. Views of `BatchBuffers`, valid until the next batch is made."""
+
+    names: tuple[str, ...]
+    """The sequences, in the order of the rows."""
+    sampled: tuple[str, ...]
+    """Those of them that sample, in that order."""
+    num_decodes: int
+    """Leading sequences of one token each."""
+    max_seq_len: int
+    token_ids: Any
+    """`[num_tokens]` int64."""
+    positions: Any
+    """`[num_tokens]` int64: places in the sequence, counting what was given up."""
+    slots: Any
+    """`[num_tokens]` int64: where their KV goes."""
+    block_table: Any
+    """`[num_seqs, max_blocks]` int32, blocks that were given up left out."""
+    seq_lens: Any
+    """`[num_seqs]` int32: KV that is read, the new tokens included."""
+    query_starts: Any
+    """`[num_seqs - num_decodes + 1]` int32: rows of each chunk, counted from the first chunk's first row."""
+    sample_rows: Any
+    """`[num_sampled]` int64: rows from which a token is sampled."""
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    uniform: Any
+    """`[num_sampled]` each, as `SampleCall` wants them."""
+    tokens_out: Any
+    """`[num_sampled]` int64; written by sampling."""
+
+
+class _Buffer:
+    """A tensor on the device and, on CUDA, its pinned twin on the host; filled through a C array."""
+
+    def __init__(self, size: int, dtype: Any, device: Any) -> None:
+        cuda = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=dtype, pin_memory=cuda)
+        self._device = torch.zeros(size, dtype=dtype, device=device) if cuda else self._host
+        self._cuda = cuda
+        self.cells: Any = (_C_TYPES[dtype] * size).from_address(self._host.data_ptr())
+        """The host's memory; assign to slices of it."""
+
+    def sent(self, size: int) -> Any:
+        """The first `size` cells, on the device."""
+        if self._cuda:
+            self._device[:size].copy_(self._host[:size], non_blocking=True)
+        return self._device[:size]
+
+
+class BatchBuffers:
+    """Room for the largest step that the engine may plan."""
+
+    def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any) -> None:
+        self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
+        device = torch.device(device)
+        self._token_ids, self._positions, self._slots = (_Buffer(max_tokens, torch.int64, device) for _ in range(3))
+        self._tables = _Buffer(max_seqs * max_blocks, torch.int32, device)
+        self._seq_lens = _Buffer(max_seqs, torch.int32, device)
+        self._query_starts = _Buffer(max_seqs + 1, torch.int32, device)
+        self._sample_rows, self._tokens_out = (_Buffer(max_seqs, torch.int64, device) for _ in range(2))
+        self._temperature, self._top_p, self._uniform = (_Buffer(max_seqs, torch.float32, device) for _ in range(3))
+        self._top_k = _Buffer(max_seqs, torch.int32, device)
+
+    def fill(
+        self, work: Sequence[Work], block_size: int, sampling: Sampling, uniform: Sequence[float] = ()
+    ) -> StepBatch:
+        """The batch of `work`; `uniform` has one random number a sampling sequence, in the order of `work`.
+
+        Raises:
+            ValueError: more than the buffers have room for, or a block table too short for its tokens.
+        """
+        drawn = dict(zip((item.name for item in work if item.samples), uniform, strict=bool(uniform)))
+        order = sorted(work, key=lambda item: item.num_tokens > 1)  # stable: running order is kept among equals
+        num_tokens = sum(item.num_tokens for item in order)
+        width = max(1, *(len(item.block_table) for item in order))
+        if num_tokens > self.max_tokens or len(order) > self.max_seqs or width > self.max_blocks:
+            raise ValueError(
+                f"a step of {num_tokens} tokens, {len(order)} sequences and {width} blocks a table does not fit buffers "
+                f"for {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
+            )
+        num_decodes = sum(item.num_tokens == 1 for item in order)
+        self._query_starts.cells[0] = 0
+        row = longest = 0
+        rows: list[int] = []
+        for index, item in enumerate(order):
+            end = row + item.num_tokens
+            last = item.context_tokens + item.num_tokens
+            self._token_ids.cells[row:end] = item.token_ids
+            self._positions.cells[row:end] = range(item.context_tokens, last)
+            self._slots.cells[row:end] = self.slots(item, block_size)
+            held = [block for block in item.block_table if block != NO_BLOCK]
+            length = last - (len(item.block_table) - len(held)) * block_size
+            self._tables.cells[index * width : index * width + len(held)] = held
+            self._seq_lens.cells[index] = length
+            longest = max(longest, length)
+            if index >= num_decodes:
+                self._query_starts.cells[index - num_decodes + 1] = end - num_decodes
+            if item.samples:
+                rows.append(end - 1)
+            row = end
+        sampled = tuple(item.name for item in order if item.samples)
+        count = len(sampled)
+        self._sample_rows.cells[:count] = rows
+        self._temperature.cells[:count] = [sampling.temperature] * count
+        self._top_k.cells[:count] = [sampling.top_k] * count
+        self._top_p.cells[:count] = [sampling.top_p] * count
+        self._uniform.cells[:count] = [drawn.get(name, 0.0) for name in sampled]
+        return StepBatch(
+            names=tuple(item.name for item in order),
+            sampled=sampled,
+            num_decodes=num_decodes,
+            max_seq_len=longest,
+            token_ids=self._token_ids.sent(num_tokens),
+            positions=self._positions.sent(num_tokens),
+            slots=self._slots.sent(num_tokens),
+            block_table=self._tables.sent(len(order) * width).view(len(order), width),
+            seq_lens=self._seq_lens.sent(len(order)),
+            query_starts=self._query_starts.sent(len(order) - num_decodes + 1),
+            sample_rows=self._sample_rows.sent(count),
+            temperature=self._temperature.sent(count),
+            top_k=self._top_k.sent(count),
+            top_p=self._top_p.sent(count),
+            uniform=self._uniform.sent(count),
+            tokens_out=self._tokens_out.sent(count),
+        )
+
+    def slots(self, item: Work, block_size: int) -> list[int]:
+        """Where the KV of a sequence's new tokens goes, one slot a token.
+
+        Raises:
+            ValueError: its table has no block for one of them.
+        """
+        table, first = item.block_table, item.context_tokens
+        last = first + item.num_tokens
+        if last > len(table) * block_size or any(
+            table[i] == NO_BLOCK for i in range(first // block_size, -(-last // block_size))
+        ):
+            raise ValueError(
+                f"{item.name} has no block for one of its tokens [{first}, {last}): its table is {list(table)}"
+            )
+        return [table[place // block_size] * block_size + place % block_size for place in range(first, last)]

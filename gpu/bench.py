@@ -1,0 +1,183 @@
+"""Kernels timed on a GPU: microseconds, bytes a second, and the share of the copy bandwidth measured in the same run.
+
+Every figure is a median over many launches, with the L2 cache flushed between them. Needs a CUDA device; nothing here is
+ever estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .kernels.attention import DecodeCall, choose_splits
+from .kernels.block_rows import BlockRows
+from .kernels.launch import KVView
+from .kernels.sampling import SampleCall
+from .layout import KVLayout
+from .ops import Ops
+from .require import require
+
+DECODE_SHAPES = ((1, 8192), (16, 8192), (64, 8192), (128, 4096), (256, 2048))
+"""(sequences, KV tokens of each) that decode attention is timed at: 32 query heads, 8 KV heads of 128, bfloat16."""
+Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+
+
+class NoDeviceError(RuntimeError):
+    """There is no CUDA device to measure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One kernel at one shape."""
+
+    name: str
+    microseconds: float
+    """Median."""
+    num_bytes: int
+    """Bytes that the operation must read and write."""
+    copy_bytes_per_s: float
+    """Copy bandwidth measured in the same run, bytes read and bytes written together."""
+    batch_size: int = 0
+    """Sequences, of a decode."""
+    context_tokens: int = 0
+    """KV tokens a sequence, of a decode."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Achieved bandwidth."""
+        return self.num_bytes / self.microseconds * 1e6
+
+    @property
+    def copy_share(self) -> float:
+        """Achieved bandwidth over that of a copy."""
+        return self.bytes_per_s / self.copy_bytes_per_s
+
+
+def provenance() -> dict[str, str]:
+    """Where and with what the figures were measured.
+
+    Raises:
+        NoDeviceError: torch sees no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise NoDeviceError(f"torch {torch.__version__} sees no CUDA device")
+    triton = require("triton", "timing kernels")
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": torch.cuda.get_device_name(0),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "torch": str(torch.__version__),
+        "triton": str(triton.__version__),
+        "cuda": str(torch.version.cuda),
+    }
+
+
+def run() -> Iterator[Timing]:
+    """Time every kernel, one after the other; the copy first.
+
+    Raises:
+        NoDeviceError: torch sees no CUDA device.
+    """
+    provenance()
+    device = torch.device("cuda")
+    ops = Ops(device, implementation="triton")
+    copied = time_copy(device)
+    speed = copied.copy_bytes_per_s
+    yield copied
+    for batch_size, context_tokens in DECODE_SHAPES:
+        yield time_decode(ops, batch_size, context_tokens, speed)
+    for name, num_bytes, call in _others(ops, device):
+        yield Timing(name=name, microseconds=_median(call), num_bytes=num_bytes, copy_bytes_per_s=speed)
+
+
+def time_copy(device: Any) -> Timing:
+    """The yardstick: torch's copy of a gibibyte, whose bandwidth is what the others are compared with."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    microseconds = _median(lambda: target.copy_(source))
+    moved = 2 * source.numel()
+    return Timing(
+        name="copy (torch)", microseconds=microseconds, num_bytes=moved, copy_bytes_per_s=moved / microseconds * 1e6
+    )
+
+
+def _median(call: Callable[[], Any]) -> float:
+    """Microseconds of a call."""
+    testing = require("triton.testing", "timing kernels")
+    return 1000 * float(testing.do_bench(call, warmup=50, rep=200, return_mode="median"))
+
+
+def time_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -> Timing:
+    """Decode attention of one layer, blocks in random order."""
+    device, dtype = ops.device, torch.bfloat16
+    blocks = -(-context_tokens // BLOCK_SIZE)
+    total = batch_size * blocks
+    kv = torch.randn((total + 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype=dtype, device=device)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    splits = choose_splits(num_seqs=batch_size, num_kv_heads=KV_HEADS, max_tokens=context_tokens, num_sms=sms)
+    query = torch.randn((batch_size, Q_HEADS, HEAD_DIM), dtype=dtype, device=device)
+    part = torch.empty((batch_size, Q_HEADS, splits, HEAD_DIM), device=device)
+    call = DecodeCall(
+        query=query,
+        cache=KVView.of(kv),
+        block_table=(torch.randperm(total, device=device) + 1).to(torch.int32).view(batch_size, blocks),
+        seq_lens=torch.full((batch_size,), context_tokens, dtype=torch.int32, device=device),
+        out=torch.empty_like(query),
+        softmax_scale=HEAD_DIM**-0.5,
+        num_splits=splits,
+        partial_out=part,
+        partial_lse=part[..., 0].contiguous(),
+    )
+    return Timing(
+        name=f"decode_attention[bf16,{batch_size}x{context_tokens},splits={splits}]",
+        microseconds=_median(lambda: ops.decode_attention(call)),
+        num_bytes=batch_size * context_tokens * 2 * KV_HEADS * HEAD_DIM * 2 + 2 * query.numel() * 2,
+        copy_bytes_per_s=speed,
+        batch_size=batch_size,
+        context_tokens=context_tokens,
+    )
+
+
+def _others(ops: Ops, device: Any) -> Iterator[tuple[str, int, Callable[[], Any]]]:
+    """The row-wise kernels, the block moves and the sampler at the sizes of an 8B model: (name, bytes, call)."""
+    tokens, hidden, mlp, vocab, rows = 8192, 4096, 14_336, 128_256, 256
+
+    def numbers(*shape: int) -> Any:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    x, weight, residual, out = (
+        numbers(tokens, hidden),
+        numbers(hidden),
+        numbers(tokens, hidden),
+        numbers(tokens, hidden),
+    )
+    yield "rms_norm[bf16,4096,residual]", 8 * x.numel(), lambda: ops.rms_norm(x, weight, 1e-5, out, residual)
+    gate, half = numbers(tokens, 2 * mlp), numbers(tokens, mlp)
+    yield "silu_mul[bf16,14336]", 6 * half.numel(), lambda: ops.silu_mul(gate, half)
+    query, key = numbers(tokens, Q_HEADS, HEAD_DIM), numbers(tokens, KV_HEADS, HEAD_DIM)
+    table = torch.randn((tokens, HEAD_DIM), device=device)
+    positions = torch.arange(tokens, device=device)
+    yield "rope[bf16,128]", 4 * (query.numel() + key.numel()), lambda: ops.rope(query, key, table, positions)
+    cache = KVView.of(numbers(tokens // BLOCK_SIZE + 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM))
+    slots = torch.randperm(tokens, device=device) + BLOCK_SIZE
+    yield "store_kv[bf16]", 8 * key.numel(), lambda: ops.store_kv(key, key, cache, slots)
+    layout = KVLayout(num_layers=32, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE)
+    pool = BlockRows.of(layout, torch.zeros(512 * layout.block_bytes, dtype=torch.uint8, device=device), 512)
+    ids = torch.randperm(512, device=device)
+    moved = 2 * 256 * layout.block_bytes
+    yield "move_blocks[256 x 2 MiB]", moved, lambda: ops.move_blocks(pool, pool, ids[:256], ids[256:])
+    sums = torch.zeros(512, dtype=torch.int32, device=device)
+    yield "block_checksum[512 x 2 MiB]", 512 * layout.block_bytes, lambda: ops.block_checksum(pool, ids, sums)
+    ones = torch.ones(rows, device=device)
+    call = SampleCall(
+        logits=numbers(rows, vocab),
+        temperature=ones,
+        top_k=torch.full((rows,), 50, dtype=torch.int32, device=device),
+        top_p=ones * 0.9,
+        uniform=torch.rand(rows, device=device),
+        tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+    )
+    yield f"sample[bf16,{vocab}]", 2 * rows * vocab, lambda: ops.sample(call)

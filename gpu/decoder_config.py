@@ -1,0 +1,138 @@
+"""DecoderConfig: what a forward pass must know of a model beyond the sizes that memory follows from.
+
+Pure Python. The families Llama, Qwen2, Qwen3 and Mistral are one decoder with switches: biases on the query, key and value
+projections (Qwen2), normalised queries and keys (Qwen3), a sliding window (Mistral), rotary scaling (Llama 3.1).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sim.catalog.models import MODELS
+from sim.catalog.shape import ModelShape
+from sim.core.config import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of `model_type` that this decoder computes as Hugging Face `transformers` does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryConfig:
+    """Rotary position embedding. **Source:** `modeling_rope_utils.py`, transformers."""
+
+    theta: float = 10_000.0
+    """Base of the wave lengths. A shape from the catalogue does not state it; random weights do not mind."""
+    kind: str = "default"
+    """`default`, `linear` (positions divided by `factor`) or `llama3` (long waves stretched by `factor`)."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    """`llama3`: the length before stretching, from which "long" is told."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("default", "linear", "llama3"):
+            raise ConfigError(f"rope_type {self.kind!r} cannot be computed here; default, linear and llama3 can")
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> RotaryConfig:
+        """From a parsed `config.json`: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+        Raises:
+            ConfigError: a kind of scaling that this decoder does not compute.
+        """
+        stated = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+        theta = stated.get("rope_theta") or values.get("rope_theta") or 10_000.0
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        kind = str(stated.get("rope_type") or stated.get("type") or "default")
+        return cls(theta=float(theta), kind=kind, **{key: stated[key] for key in keys if key in stated})
+
+    def inverse_frequencies(self, rotary_dim: int) -> list[float]:
+        """Radians a position for each of the `rotary_dim / 2` pairs."""
+        plain = [self.theta ** (-index / rotary_dim) for index in range(0, rotary_dim, 2)]
+        if self.kind == "linear":
+            return [frequency / self.factor for frequency in plain]
+        return [self._stretched(frequency) for frequency in plain] if self.kind == "llama3" else plain
+
+    def _stretched(self, frequency: float) -> float:
+        """Llama 3.1: waves longer than the original context are stretched, short ones kept, those between blended."""
+        length, wave = self.original_max_position_embeddings, 2 * math.pi / frequency
+        if wave > length / self.low_freq_factor:
+            return frequency / self.factor
+        if wave < length / self.high_freq_factor:
+            return frequency
+        blend = (length / wave - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - blend) * frequency / self.factor + blend * frequency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """One decoder of a supported family."""
+
+    shape: ModelShape
+    """Sizes, biases and windows."""
+    rotary: RotaryConfig = RotaryConfig()
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square before the root."""
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        problems = {
+            f"its architecture is {shape.architecture}; {', '.join(FAMILIES)} can be": shape.architecture
+            not in FAMILIES,
+            "it is a mixture of experts": shape.moe is not None,
+            "its attention is latent": any(kind.is_mla for kind in shape.attention),
+            "its layers differ in heads": len({(k.num_heads, k.num_kv_heads, k.head_dim) for k in shape.attention}) > 1,
+            "its weights are quantised": shape.quantization is not None,
+        }
+        for problem, found in problems.items():
+            if found:
+                raise ConfigError(f"model {shape.name} cannot be run for real: {problem}")
+
+    @classmethod
+    def of(cls, shape: ModelShape, source: str | Path | None = None) -> DecoderConfig:
+        """The decoder of `shape`; rotary base and epsilon are read from `source`, when that is a `config.json` or its folder.
+
+        Raises:
+            ConfigError: a model that this decoder does not compute.
+        """
+        file = None if source is None or str(source) in MODELS else Path(source)
+        if file is not None and file.is_dir():
+            file = file / "config.json"
+        if file is None or not file.is_file():
+            return cls(shape=shape)
+        return cls.from_values(shape, json.loads(file.read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_values(cls, shape: ModelShape, values: Mapping[str, Any]) -> DecoderConfig:
+        """The same, from a parsed `config.json`."""
+        activation = values.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ConfigError(f"model {shape.name} cannot be run for real: its activation is {activation}, not silu")
+        return cls(
+            shape=shape, rotary=RotaryConfig.from_values(values), rms_norm_eps=float(values.get("rms_norm_eps", 1e-6))
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers in a head."""
+        return self.shape.head_dim
+
+    @property
+    def query_size(self) -> int:
+        """Columns of all query heads."""
+        return self.shape.num_attention_heads * self.shape.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of all key heads (equally: value heads)."""
+        return self.shape.num_kv_heads * self.shape.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer, in tokens."""
+        return self.shape.attention_at(layer).window

@@ -1,0 +1,148 @@
+"""Workspace: short-lived memory of a step, taken once, handed out by moving a mark.
+
+KV lives long and has its own arena (`gpu.pool`); what a step needs and forgets comes from here, so neither can fragment the
+other. Handing out costs no allocator call; the arena's high-water mark says what a step really needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .metering import DeviceBudget
+
+ALIGNMENT = 256
+"""Every buffer begins at a multiple of this many bytes, as torch's own CUDA allocations do at 512."""
+
+
+class WorkspaceFullError(RuntimeError):
+    """A buffer does not fit into what is left of the workspace. The message has the numbers."""
+
+
+class Workspace:
+    """An arena of `num_bytes` on `device`: `take` moves a mark up, leaving a `scope` moves it back, `reset` to zero."""
+
+    def __init__(self, num_bytes: int, device: Any = "cpu", *, budget: DeviceBudget | None = None) -> None:
+        self.num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if budget is not None:
+            budget.reserve("workspace", self.num_bytes)
+        self._arena = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self._mark = 0
+        self.step_high_water_bytes = 0
+        """Most bytes in use at once since the last `reset`."""
+        self.high_water_bytes = 0
+        """Most bytes in use at once, ever."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use now."""
+        return self._mark
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An uninitialised tensor, valid until its scope is left or the workspace is reset. No allocator call.
+
+        Raises:
+            WorkspaceFullError: it does not fit; nothing is changed.
+        """
+        count = 1
+        for size in shape:
+            count *= size
+        size = count * dtype.itemsize
+        end = self._mark + -(-size // ALIGNMENT) * ALIGNMENT
+        if end > self.num_bytes:
+            raise WorkspaceFullError(
+                f"{name} {list(shape)} needs {size} bytes, but {self.num_bytes - self._mark} of the workspace's "
+                f"{self.num_bytes} are left"
+            )
+        buffer = self._arena[self._mark : self._mark + size].view(dtype).view(shape)
+        self._mark = end
+        self.step_high_water_bytes = max(self.step_high_water_bytes, end)
+        self.high_water_bytes = max(self.high_water_bytes, end)
+        return buffer
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Give back at the end what was taken inside; what was taken before stays."""
+        mark = self._mark
+        try:
+            yield
+        finally:
+            self._mark = mark
+
+    def reset(self) -> int:
+        """A new step: nothing is in use. Returns the high-water mark of the step that ended, in bytes."""
+        used = self.step_high_water_bytes
+        self._mark = self.step_high_water_bytes = 0
+        return used
+
+
+class Buffer:
+    """A lease of a pooled buffer: `tensor` until it is given back."""
+
+    __slots__ = ("name", "size_class", "storage", "tensor")
+
+    def __init__(self, name: str, size_class: int, storage: Any, tensor: Any) -> None:
+        self.name = name
+        """What it is for."""
+        self.size_class = size_class
+        """Bytes that it really takes."""
+        self.storage = storage
+        self.tensor = tensor
+        """The buffer in the shape and format asked for."""
+
+
+class SizeClassPool:
+    """Buffers that outlive a step's scopes (inputs, outputs, sampling): powers of two in bytes, kept when given back.
+
+    After a warm-up every lease is served from what was given back, so a steady state allocates nothing. A lease that is
+    never given back shows in `live`: that is how a leak by a forgotten reference looks (SGLang #20640).
+    """
+
+    SMALLEST = 512
+
+    def __init__(self, device: Any = "cpu", *, pinned: bool = False, budget: DeviceBudget | None = None) -> None:
+        self._device = device
+        self._pinned = pinned
+        self._budget = budget
+        self._free: dict[int, list[Any]] = {}
+        self.live: dict[str, int] = {}
+        """Leases out now, by name."""
+        self.allocations = 0
+        """Buffers ever allocated."""
+        self.reserved_bytes = 0
+        """Bytes of all buffers, leased or not."""
+
+    def lease(self, name: str, shape: tuple[int, ...], dtype: Any) -> Buffer:
+        """An uninitialised buffer; give it back with `give_back`."""
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        size_class = max(self.SMALLEST, 1 << max(size - 1, 0).bit_length())
+        free = self._free.get(size_class)
+        storage = free.pop() if free else self._allocate(name, size_class)
+        self.live[name] = self.live.get(name, 0) + 1
+        return Buffer(name, size_class, storage, storage[:size].view(dtype).view(shape))
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Take a lease back. Its tensor must not be used any more.
+
+        Raises:
+            ValueError: it was given back before.
+        """
+        if buffer.tensor is None:
+            raise ValueError(f"buffer {buffer.name!r} is given back twice")
+        buffer.tensor = None
+        self.live[buffer.name] -= 1
+        if not self.live[buffer.name]:
+            del self.live[buffer.name]
+        self._free.setdefault(buffer.size_class, []).append(buffer.storage)
+
+    def _allocate(self, name: str, size_class: int) -> Any:
+        if self._budget is not None:
+            self._budget.reserve(f"buffer {name}", size_class)
+        self.allocations += 1
+        self.reserved_bytes += size_class
+        return torch.empty(size_class, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)

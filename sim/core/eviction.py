@@ -1,0 +1,172 @@
+"""In which order free blocks are taken, and with them what the prefix cache forgets.
+
+A block that holds nothing findable is always taken first; the orders differ in which findable content goes next. Blocks of one
+release come in tail first, and a hit takes a whole chain from its head, so every order here takes leaves before their parents.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, KeysView
+from heapq import heappop, heappush, nsmallest
+from itertools import islice
+from typing import Protocol
+
+
+class FreeQueue(Protocol):
+    """Free blocks that have been used before."""
+
+    def __len__(self) -> int: ...
+    def __contains__(self, block_id: object) -> bool: ...
+    def add(self, block_ids: Iterable[int], worth: float) -> None:
+        """Blocks became free; `worth` is how much the releasing request's content is worth keeping."""
+        ...
+
+    def pop(self, count: int) -> list[int]:
+        """Take the `count` blocks that are to be reused first."""
+        ...
+
+    def remove(self, block_id: int) -> None:
+        """A block has a holder again."""
+        ...
+
+    def found(self, block_ids: Iterable[int]) -> None:
+        """The content of these blocks, free or held, was found by a request."""
+        ...
+
+    def peek(self, count: int) -> list[int]:
+        """What `pop` would take."""
+        ...
+
+    def keys(self) -> KeysView[int]:
+        """The blocks."""
+        ...
+
+
+class LruQueue:
+    """Least recently used first, where a use ends when its last holder releases (vLLM V1)."""
+
+    def __init__(self, is_findable: Callable[[int], bool]) -> None:
+        self._queue: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._queue
+
+    def add(self, block_ids: Iterable[int], worth: float) -> None:
+        """To the end of the queue."""
+        queue = self._queue
+        for block_id in block_ids:
+            queue[block_id] = None
+
+    def pop(self, count: int) -> list[int]:
+        """From its head."""
+        take = self._queue.popitem
+        return [take(last=False)[0] for _ in range(count)]
+
+    def remove(self, block_id: int) -> None:
+        """From the middle."""
+        del self._queue[block_id]
+
+    def found(self, block_ids: Iterable[int]) -> None:
+        """Being found is no use until it ends."""
+
+    def peek(self, count: int) -> list[int]:
+        """The head."""
+        return list(islice(self._queue, count))
+
+    def keys(self) -> KeysView[int]:
+        """The blocks."""
+        return self._queue.keys()
+
+
+class RankedQueue:
+    """Lowest rank first, oldest release among equals; a block with nothing findable ranks below all."""
+
+    def __init__(self, is_findable: Callable[[int], bool]) -> None:
+        self._is_findable = is_findable
+        self._entry: dict[int, tuple[float, int, int]] = {}
+        self._heap: list[tuple[float, int, int]] = []
+        self._releases = 0
+
+    def rank(self, block_id: int, worth: float) -> float:
+        """How late a block is taken; a subclass says."""
+        return worth
+
+    def __len__(self) -> int:
+        return len(self._entry)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._entry
+
+    def add(self, block_ids: Iterable[int], worth: float) -> None:
+        """File by rank."""
+        for block_id in block_ids:
+            rank = self.rank(block_id, worth) if self._is_findable(block_id) else float("-inf")
+            self._releases += 1
+            entry = (rank, self._releases, block_id)
+            self._entry[block_id] = entry
+            heappush(self._heap, entry)
+
+    def pop(self, count: int) -> list[int]:
+        """The lowest ranks."""
+        taken: list[int] = []
+        while len(taken) < count:
+            entry = heappop(self._heap)
+            if self._entry.get(entry[2]) == entry:
+                del self._entry[entry[2]]
+                taken.append(entry[2])
+        return taken
+
+    def remove(self, block_id: int) -> None:
+        """Its entry stays in the heap until it comes up."""
+        del self._entry[block_id]
+
+    def found(self, block_ids: Iterable[int]) -> None:
+        """Of interest to subclasses."""
+
+    def peek(self, count: int) -> list[int]:
+        """The lowest ranks."""
+        return [block_id for _, _, block_id in nsmallest(count, self._entry.values())]
+
+    def keys(self) -> KeysView[int]:
+        """The blocks."""
+        return self._entry.keys()
+
+
+class WorthQueue(RankedQueue):
+    """What important requests left is kept longest (TensorRT-LLM's retention priority, without its durations)."""
+
+
+class LfuQueue(RankedQueue):
+    """Least frequently found first (SGLang's `lfu`)."""
+
+    def __init__(self, is_findable: Callable[[int], bool]) -> None:
+        super().__init__(is_findable)
+        self._found: dict[int, int] = {}
+
+    def rank(self, block_id: int, worth: float) -> float:
+        """How often the block's content was found since it was written."""
+        return self._found.get(block_id, 0)
+
+    def pop(self, count: int) -> list[int]:
+        """The least found; their counts start again, because their content will be another."""
+        taken = super().pop(count)
+        for block_id in taken:
+            self._found.pop(block_id, None)
+        return taken
+
+    def found(self, block_ids: Iterable[int]) -> None:
+        """One more find each."""
+        for block_id in block_ids:
+            self._found[block_id] = self._found.get(block_id, 0) + 1
+
+
+EVICTIONS: dict[str, Callable[[Callable[[int], bool]], FreeQueue]] = {
+    "lru": LruQueue,
+    "lfu": LfuQueue,
+    "priority": WorthQueue,
+}
+"""Orders by name."""

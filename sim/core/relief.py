@@ -1,0 +1,99 @@
+"""What the degradation ladder does to requests, once a rung is on. Each effect is noted on the request it touches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .admission import Rejection
+from .blocks import NO_BLOCK
+from .clock import to_s
+from .draft import Draft
+from .preemption import worst_priority
+from .request import Request
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+def is_paused(scheduler: Scheduler, request: Request) -> bool:
+    """Whether the ladder keeps this request out; never when nothing runs, or it would be kept out for ever."""
+    return (
+        bool(scheduler.running)
+        and not scheduler.knobs.admit_below_guard
+        and not scheduler.knobs.spares(request.spec.priority)
+    )
+
+
+def shed(scheduler: Scheduler, draft: Draft, now_fs: int) -> None:
+    """Send away queued requests that the ladder has given up on, as long as one of them is first."""
+    limit_s = scheduler.knobs.shed_after_s
+    while limit_s is not None and (request := scheduler.waiting.head()) is not None:
+        waited_s = to_s(now_fs - request.arrival_fs)
+        if scheduler.knobs.spares(request.spec.priority) or waited_s < limit_s or request.num_preemptions:
+            return
+        scheduler.waiting.pop()
+        request.degrade("shed")
+        ahead, rate = len(scheduler.waiting), scheduler.drain.requests_per_s()
+        retry_s = None if rate is None else (ahead + 1) / rate
+        again = (
+            ""
+            if retry_s is None
+            else f"; {ahead} are ahead and {rate:.3g} leave a second, so try again in {retry_s:.1f} s"
+        )
+        draft.turned_away.append(
+            (
+                request,
+                Rejection(
+                    code="shed",
+                    http_status=503,
+                    reason=f"the server is busy: waited {waited_s:.1f} s at priority {request.spec.priority}{again}",
+                    retry_after_s=retry_s,
+                ),
+            )
+        )
+
+
+def cap_output(scheduler: Scheduler, request: Request, output_tokens: int, action: str) -> None:
+    """Let a request finish after `output_tokens` tokens, or its next one, if that is sooner than it would."""
+    target = max(request.spec.input_tokens + output_tokens, scheduler.decode.known(request) + 1)
+    if target < request.target_tokens:
+        request.degrade(action)
+        if request.decoding:
+            scheduler.decode.retarget(request, target)
+        else:
+            request.target_tokens = target
+
+
+def truncate_context(scheduler: Scheduler, request: Request, keep_tokens: int, now_fs: int) -> list[int]:
+    """Give up a running request's blocks between its first and its last `keep_tokens` tokens; returns them.
+
+    What is left is an attention sink and a window (StreamingLLM, Xiao et al. 2024); the answer changes, and the request says so.
+    """
+    block_size = scheduler.config.block_size
+    keep_from = max(scheduler.decode.computed(request) - keep_tokens, 0) // block_size
+    middle = [block_id for block_id in request.table.blocks[1:keep_from] if block_id != NO_BLOCK]
+    if not middle:
+        return []
+    scheduler.holdings.sharing.leave_some(request, middle, now_fs)
+    scheduler.pool.release(middle, f"{request.request_id} (truncated)")
+    request.table.blocks[1:keep_from] = [NO_BLOCK] * (keep_from - 1)
+    scheduler.holdings.hold(request, -len(middle), now_fs)
+    request.degrade("truncate")
+    if request.decoding:
+        scheduler.decode.drop(request, len(middle) * block_size)
+    else:
+        request.dropped_tokens += len(middle) * block_size
+    return middle
+
+
+def pause_running(scheduler: Scheduler, usage: float, action: str, draft: Draft, now_fs: int) -> None:
+    """Take the blocks of running requests below the guard, least important first, until at most `usage` of the pool is owned."""
+    while scheduler.pool.num_owned > usage * scheduler.pool.num_blocks:
+        below = {o: r for o, r in scheduler.running.items() if not scheduler.knobs.spares(r.spec.priority)}
+        if not below or len(scheduler.running) == 1:
+            return
+        victim = worst_priority(below, scheduler.decode.known)
+        if action == "swap_out" and scheduler.cpu_pool.num_free < len(victim.table):
+            return
+        victim.degrade(action)
+        scheduler.give_way(victim, draft, now_fs)

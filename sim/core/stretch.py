@@ -1,0 +1,89 @@
+"""Looking ahead: what a step is made of, how often it repeats itself, and which tables its repetitions will see."""
+
+from __future__ import annotations
+
+from .draft import Draft
+from .log import Decisions
+from .plan import BatchShape, ScheduledRequest
+from .scheduler import Scheduler
+
+
+def shape_of(draft: Draft, scheduler: Scheduler, decisions: Decisions) -> BatchShape:
+    """The sizes of a drafted step, with the copies and swaps of all drafts that led to it."""
+    decode = scheduler.decode
+    prefill: list[tuple[int, int]] = []
+    seqs = sampled = len(decode) if draft.decode else 0
+    context = decode.context_tokens if draft.decode else 0
+    longest = decode.max_context_tokens if draft.decode else 0
+    for share in draft.shares.values():
+        sampled += share.samples
+        if share.num_tokens == 1 and share.context_tokens and share.samples:
+            seqs += 1
+            read = share.context_tokens + 1 - share.request.dropped_tokens
+            context += read
+            longest = max(longest, read)
+        else:
+            prefill.append((share.num_tokens, share.context_tokens))
+    return BatchShape(
+        prefill=tuple(prefill),
+        decode_seqs=seqs,
+        decode_context_tokens=context,
+        decode_max_context_tokens=longest,
+        sampled_seqs=sampled,
+        copied_blocks=len(decisions.copied),
+        swapped_blocks=sum(len(pairs) for _, pairs in (*decisions.swapped_out, *decisions.swapped_in)),
+    )
+
+
+def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | None) -> int:
+    """How often a drafted step repeats itself before a decision could differ, if nothing arrives and nobody leaves.
+
+    `room` is how many blocks may be taken before something else than the pool would decide differently. While members of the
+    decode set only grow, the pool only gets fuller, so a request that cannot start now cannot start later in the stretch:
+    evicting a cached block it would have found costs it a hit and saves it a revival.
+    """
+    decode = scheduler.decode
+    if draft.shares or draft.changed_queue or scheduler.catching_up or not scheduler.steady:
+        return 1
+    limit = decode.steps_to_completion() or 1
+    if max_steps is not None:
+        limit = min(limit, max_steps)
+    return 1 + decode.steps_that_fit(min(room, scheduler.pool.num_free), 1, limit - 1)
+
+
+def scheduled_in(ahead: int, draft: Draft, scheduler: Scheduler) -> tuple[ScheduledRequest, ...]:
+    """The requests of step `ahead` of the plan that is out, in running order, with the tables they will have then."""
+    decode = scheduler.decode
+    future = _future_blocks(ahead, scheduler)
+    scheduled = []
+    for order, request in scheduler.running.items():
+        if request.decoding and draft.decode:
+            blocks = (*request.table.blocks, *future.get(order, ()))
+            context = decode.computed(request) + ahead
+            scheduled.append(ScheduledRequest(request.request_id, 1, context, blocks, samples=True))
+        elif (share := draft.shares.get(order)) is not None:
+            blocks = tuple(request.table.blocks)
+            scheduled.append(
+                ScheduledRequest(request.request_id, share.num_tokens, share.context_tokens, blocks, share.samples)
+            )
+    return tuple(scheduled)
+
+
+def log_rows(draft: Draft, scheduler: Scheduler, grown: dict[int, list[int]]) -> list[tuple[str, int, list[int]]]:
+    """`[request_id, num_tokens, new_block_ids]` of everybody in a step, in running order; `grown` are the decode set's new blocks."""
+    rows = []
+    for order, request in scheduler.running.items():
+        if request.decoding and draft.decode:
+            rows.append((request.request_id, 1, grown.get(order, [])))
+        elif (share := draft.shares.get(order)) is not None:
+            rows.append((request.request_id, share.num_tokens, share.new_blocks))
+    return rows
+
+
+def _future_blocks(ahead: int, scheduler: Scheduler) -> dict[int, list[int]]:
+    """Blocks that steps 1 to `ahead` of the stretch will allocate, by admission order."""
+    needing = [request.order for step in range(1, ahead + 1) for request in scheduler.decode.needing_block(step)]
+    future: dict[int, list[int]] = {}
+    for order, block_id in zip(needing, scheduler.pool.peek(len(needing)), strict=True):
+        future.setdefault(order, []).append(block_id)
+    return future

@@ -1,0 +1,203 @@
+"""From a GPU's kernel terms to the step of any dense model on it: the matrices of a rank looked up by their shapes, and added.
+
+What no kernel table holds is said in `notes`: it is derived or a stated constant, and a reader must know.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sim.catalog.dtypes import weight_format
+from sim.catalog.gpus import Gpu
+from sim.catalog.layers import AttentionShape
+from sim.catalog.shape import ModelShape
+from sim.core.config import ConfigError
+
+from .piecewise import Grid, Line, locate
+from .profile_file import ProfileFile, grid
+from .terms import StepTerms
+from .work import elementwise_bytes_per_token
+
+_US = 1e-6
+TILE_ROWS = 64
+"""Queries of one head that a multiprocessor takes at a time: with fewer tiles than multiprocessors, some idle. From LLMServingSim's tables,
+where chunks from 256 tokens on (32 heads, 128 multiprocessors) reach the full rate and shorter ones proportionally less."""
+CONTEXTS = (0, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+LOGIT_BYTES = 10
+"""Bytes the sampler moves for one logit, as in the roofline."""
+
+
+def composed_terms(
+    profile: ProfileFile,
+    model: ModelShape,
+    device: Gpu,
+    *,
+    tensor_parallel_size: int,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    notes: list[str],
+    **costs: float,
+) -> StepTerms:
+    """The terms of `model` on one of `tensor_parallel_size` ranks. `quantization` and `kv_cache_dtype` are final, not `auto`.
+
+    Appends to `notes` what was derived or replaced. Raises: ConfigError when the kernel tables cannot price this model.
+    """
+    _check(profile, model, tensor_parallel_size)
+    kernels, limits = profile.data["kernels"], profile.data["range"]
+    tp, layers = tensor_parallel_size, model.num_layers
+    gemm = GemmTable(kernels["gemm"][_gemm_dtype(kernels["gemm"], quantization, notes)])
+    head = GemmTable(kernels["gemm"]["bfloat16"])
+    bandwidth = device.memory_bandwidth_bytes_per_s * float(kernels["bandwidth_share"])
+    shapes = matrices(model, tp)
+    tokens = tuple(count for count in gemm.tokens if count <= limits["max_tokens"])
+    short_s = layers * float(kernels["short_kernels_per_layer"]) * float(kernels["short_kernel_us"]) * _US
+    traffic_s = elementwise_bytes_per_token(model, 2, tp) / bandwidth
+
+    def dense_s(count: int) -> float:
+        return layers * sum(gemm(count, n, k) for n, k in shapes) + max(short_s, count * traffic_s + short_s / 2)
+
+    vocabulary = -(-model.vocab_size // tp)
+    sampler_s = float(kernels["sampler_us"]) * _US
+    attention = _attention(profile, kernels["attention"], model.attention[0], tp, kv_cache_dtype, device, notes)
+    step_s, seq_s = profile.host_s()
+    return StepTerms(
+        dense=Line(tuple(map(float, tokens)), tuple(dense_s(count) for count in tokens)),
+        rows=Line(
+            tuple(map(float, ROWS)),
+            tuple(
+                head(rows, vocabulary, model.hidden_size)
+                + sampler_s
+                + rows * model.vocab_size * LOGIT_BYTES / bandwidth
+                for rows in ROWS
+            ),
+        ),
+        all_reduce=_all_reduce(profile, model, tp),
+        prefill=_times(attention[0], layers),
+        decode=_times(attention[1], layers),
+        mixed=_times(attention[1], layers * float(kernels["mixed_factor"])),
+        chunk_launch_s=layers * attention[0].z[0][0],
+        step_s=step_s,
+        seq_s=seq_s,
+        padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
+        max_tokens=int(limits["max_tokens"]),
+        max_seqs=int(limits["max_seqs"]),
+        max_context_tokens=int(limits["max_context_tokens"]),
+        **costs,
+    )
+
+
+class GemmTable:
+    """Time of `tokens x k` times `k x n` in seconds, linear between the shapes that were timed and beyond the largest."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        """From a `gemm` table of a profile: knots `tokens`, `n` and `k`, times `us[tokens][n][k]`."""
+        self.tokens: tuple[int, ...] = tuple(table["tokens"])
+        self._grids = [grid({"n": table["n"], "k": table["k"], "us": level}, "n", "k") for level in table["us"]]
+
+    def __call__(self, tokens: int, n: int, k: int) -> float:
+        """Seconds of one multiplication."""
+        if tokens in self.tokens:
+            return self._grids[bisect_left(self.tokens, tokens)](n, k)
+        i, share = locate(self.tokens, tokens)
+        low, high = self._grids[i](n, k), self._grids[i + 1](n, k)
+        return max(0.0, low + share * (high - low))
+
+
+def matrices(model: ModelShape, tp: int) -> list[tuple[int, int]]:
+    """(width, depth) of the matrices of one layer on one rank, as vLLM merges them: QKV, output, gate and up, down."""
+    kind = model.attention[0]
+    width = -(-model.intermediate_size // tp)
+    return [
+        ((kind.num_heads // tp + 2 * kind.kv_heads_per_rank(tp)) * kind.head_dim, model.hidden_size),
+        (model.hidden_size, kind.num_heads // tp * kind.head_dim),
+        ((2 if model.gated_mlp else 1) * width, model.hidden_size),
+        (model.hidden_size, width),
+    ]
+
+
+def _check(profile: ProfileFile, model: ModelShape, tp: int) -> None:
+    kinds = set(model.attention)
+    reason = ""
+    if model.moe is not None:
+        reason = "it is a mixture of experts, and expert kernels are in none of its tables"
+    elif any(kind.is_mla for kind in kinds):
+        reason = "its latent attention is in none of its tables"
+    elif any(kind.head_dim != profile.data["kernels"]["head_dim"] for kind in kinds):
+        reason = f"its attention heads are not of size {profile.data['kernels']['head_dim']}"
+    elif tp > 1 and str(tp) not in profile.data["kernels"].get("all_reduce", {}):
+        known = ", ".join(profile.data["kernels"].get("all_reduce", {})) or "none"
+        reason = f"collectives over {tp} GPUs were not timed (there are: {known})"
+    if reason:
+        raise ConfigError(f"profile {profile.name} cannot price {model.name}: {reason}; use --profile roofline")
+
+
+def _gemm_dtype(tables: Mapping[str, Any], quantization: str | None, notes: list[str]) -> str:
+    """The GEMM table for a storage format. Raises: ConfigError."""
+    form = weight_format(quantization)
+    if form is None:
+        return "bfloat16"
+    if form.compute == "fp8":
+        names = [name for name in ("fp8", "fp8_block") if name in tables]
+        if names:
+            return names[0]
+        raise ConfigError("this GPU's kernel tables hold no fp8 GEMM; use --profile roofline or --quantization none")
+    raise ConfigError(f"{quantization} weights are in none of the kernel tables; use --profile roofline")
+
+
+def _attention(
+    profile: ProfileFile,
+    entries: Sequence[Mapping[str, Any]],
+    kind: AttentionShape,
+    tp: int,
+    kv_dtype: str,
+    device: Gpu,
+    notes: list[str],
+) -> tuple[Grid, Grid]:
+    """Prefill (chunk x context) and decode (sequences x context) of one layer, in seconds."""
+    heads, kv_heads = kind.num_heads // tp, kind.kv_heads_per_rank(tp)
+    of_dtype = [entry for entry in entries if entry["kv_dtype"] == ("fp8" if "fp8" in kv_dtype else "bfloat16")]
+    if not of_dtype:
+        raise ConfigError(f"profile {profile.name} has no attention over {kv_dtype} KV; use --profile roofline")
+    entry = min(of_dtype, key=lambda one: (abs(one["kv_heads"] - kv_heads), abs(one["heads"] - heads)))
+    decode = grid(entry["decode"], "seqs", "context")
+    if (entry["heads"], entry["kv_heads"]) != (heads, kv_heads):
+        notes.append(
+            f"attention with {heads} query and {kv_heads} KV heads a rank was not timed: taken from {entry['heads']} and "
+            f"{entry['kv_heads']}, in proportion"
+        )
+        decode = _times(decode, kv_heads / entry["kv_heads"])
+    if kind.window is not None:
+        notes.append("sliding-window layers are priced as if they read every token, too dear for long contexts")
+    return _prefill(entry, heads, device), decode
+
+
+def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu) -> Grid:
+    """Chunks over a context, from whole prompts: added (query, key) pairs cost what they do in the longest prompt, and more where
+    the chunk's tiles leave multiprocessors idle.
+    """
+    table = entry["prefill"]
+    chunks, alone = list(table["chunk"]), [float(us) * _US * heads / entry["heads"] for us in table["us"]]
+    pair_s = (alone[-1] - alone[0]) / (chunks[-1] * (chunks[-1] + 1) / 2)
+    rows = []
+    for chunk, whole_s in zip(chunks, alone, strict=True):
+        busy = min(1.0, -(-chunk // TILE_ROWS) * heads / device.sm_count)
+        rows.append(tuple(whole_s + chunk * context * pair_s / busy for context in CONTEXTS))
+    return Grid(tuple(map(float, chunks)), tuple(map(float, CONTEXTS)), tuple(rows))
+
+
+def _all_reduce(profile: ProfileFile, model: ModelShape, tp: int) -> Line | None:
+    """Two collectives a layer over the hidden states of a step's tokens."""
+    if tp == 1:
+        return None
+    table = profile.data["kernels"]["all_reduce"][str(tp)]
+    by_bytes = Line(tuple(map(float, table["bytes"])), tuple(float(us) * _US for us in table["us"]))
+    tokens = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    times = tuple(2 * model.num_layers * by_bytes(2 * model.hidden_size * count) for count in tokens)
+    return Line(tuple(map(float, tokens)), times)
+
+
+def _times(table: Grid, factor: float) -> Grid:
+    return Grid(table.x, table.y, tuple(tuple(value * factor for value in row) for row in table.z))

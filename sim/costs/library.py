@@ -1,0 +1,166 @@
+"""The library of profiles: finding one by name, by file, or as the nearest to a model and a GPU, and applying it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from sim.catalog.dtypes import DTYPE_BYTES
+from sim.catalog.gpus import GPUS, Gpu
+from sim.catalog.gpus import gpu as gpu_called
+from sim.catalog.models import model_shape
+from sim.catalog.shape import ModelShape
+from sim.core.config import ConfigError
+
+from .compose import composed_terms
+from .efficiency import RooflineEfficiency
+from .profile import FittedProfile
+from .profile_file import ProfileFile, model_terms, read_profile
+
+FOLDER = Path(__file__).resolve().parents[2] / "calibration" / "profiles"
+"""Where the profiles that come with kvtwin are."""
+AUTO = "auto"
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the profiles that come with kvtwin."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+def fitted_cost(
+    chosen: str,
+    model: ModelShape,
+    device: Gpu,
+    *,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    dtype: str = "auto",
+    quantization: str | None = "auto",
+    kv_cache_dtype: str = "auto",
+    block_size: int = 16,
+) -> FittedProfile:
+    """The cost model of `model` on `device` from profile `chosen`: `auto`, a name of the library, or a file.
+
+    Raises: ConfigError when there is no such profile, or it cannot price this model; OSError.
+    """
+    if pipeline_parallel_size > 1:
+        raise ConfigError("fitted profiles do not know pipeline parallelism; use --profile roofline")
+    model.check_parallel(tensor_parallel_size)
+    quantized = model.quantization if quantization == "auto" else quantization
+    quantized = None if quantized in (None, "none") else quantized
+    computed = device.usable_dtype(model.dtype, dtype, [])
+    notes: list[str] = []
+    profile = _chosen(chosen, model, device, tensor_parallel_size, quantized, notes)
+    costs = _block_costs(model, device, tensor_parallel_size, kv_cache_dtype, computed, block_size)
+    kv_dtype = kv_cache_dtype if kv_cache_dtype != "auto" else computed
+    if profile.kind == "model":
+        _check_model_profile(profile, model, tensor_parallel_size, quantized, kv_dtype)
+        terms = model_terms(profile, **costs)
+    else:
+        terms = composed_terms(
+            profile,
+            model,
+            gpu_called(profile.gpu),
+            tensor_parallel_size=tensor_parallel_size,
+            quantization=quantized,
+            kv_cache_dtype=kv_dtype,
+            notes=notes,
+            **costs,
+        )
+        notes.append(f"{model.name} is composed from the kernel terms of {profile.gpu}, not measured as a whole")
+    if profile.gpu != device.name:
+        notes.append(
+            f"profile {profile.name} was measured on {profile.gpu}, not on {device.name}: {_how_far(profile.gpu, device)}"
+        )
+    return FittedProfile(terms, name=f"{profile.kind}:{profile.name}", notes=(profile.origin, *notes))
+
+
+def _chosen(
+    chosen: str, model: ModelShape, device: Gpu, tp: int, quantized: str | None, notes: list[str]
+) -> ProfileFile:
+    if chosen == AUTO:
+        return nearest_profile(model, device, tp, quantized, notes)
+    if chosen in profile_names():
+        return read_profile(FOLDER / f"{chosen}.json")
+    path = Path(chosen)
+    if path.is_file():
+        return read_profile(path)
+    known = ", ".join(("roofline", AUTO, *profile_names()))
+    raise ConfigError(f"profile is {chosen!r}, which is neither a file nor one of {known}")
+
+
+def nearest_profile(model: ModelShape, device: Gpu, tp: int, quantized: str | None, notes: list[str]) -> ProfileFile:
+    """The profile of this very model on this GPU, or else the kernel terms of this GPU, or else of the GPU most like it.
+
+    Appends to `notes` how far away it is. Raises: ConfigError when the library is empty.
+    """
+    profiles = [read_profile(FOLDER / f"{name}.json") for name in profile_names()]
+    for profile in profiles:
+        if (
+            (profile.gpu, profile.tensor_parallel_size) == (device.name, tp)
+            and quantized is None
+            and _is(profile, model)
+        ):
+            notes.append(f"profile auto: {profile.name}, fitted to this model on this GPU")
+            return profile
+    kernels = [profile for profile in profiles if profile.kind == "gpu"]
+    if not kernels:
+        raise ConfigError(f"no profiles are installed in {FOLDER}; use --profile roofline")
+    best = min(kernels, key=lambda profile: (_distance(GPUS[profile.gpu], device), profile.name))
+    if best.gpu == device.name:
+        notes.append(f"profile auto: {best.name}, the kernel terms of this GPU")
+    else:
+        notes.append(f"profile auto: no profile of {device.name}; the nearest is {best.name}")
+    return best
+
+
+def _check_model_profile(
+    profile: ProfileFile, model: ModelShape, tp: int, quantized: str | None, kv_dtype: str
+) -> None:
+    """Raise ConfigError unless this very configuration was measured."""
+    here = (profile.tensor_parallel_size, str(profile.data.get("kv_cache_dtype", "bfloat16")))
+    if not _is(profile, model) or quantized is not None or here != (tp, kv_dtype):
+        wanted = f"{model.name}, {tp} rank(s), {quantized or 'unquantised'} weights, {kv_dtype} KV"
+        raise ConfigError(
+            f"profile {profile.name} was fitted to {profile.model} on {here[0]} rank(s) in bfloat16 and cannot price {wanted}; "
+            "use --profile auto or roofline"
+        )
+
+
+def _is(profile: ProfileFile, model: ModelShape) -> bool:
+    """Whether a profile's tables are those of `model`: the same sizes, whatever the name."""
+    if profile.model is None:
+        return False
+    fitted = model_shape(profile.model)
+    sizes = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "attention", "moe")
+    return all(getattr(fitted, size) == getattr(model, size) for size in sizes)
+
+
+def _distance(a: Gpu, b: Gpu) -> float:
+    """How unlike two GPUs are: logarithms of the ratios of bandwidth and of matrix rate, added."""
+    return abs(math.log(a.memory_bandwidth_bytes_per_s / b.memory_bandwidth_bytes_per_s)) + abs(
+        math.log(a.bf16_flops_per_s / b.bf16_flops_per_s)
+    )
+
+
+def _how_far(name: str, device: Gpu) -> str:
+    other = GPUS[name]
+    bandwidth = device.memory_bandwidth_bytes_per_s / other.memory_bandwidth_bytes_per_s
+    rate = device.bf16_flops_per_s / other.bf16_flops_per_s
+    return (
+        f"{device.name} has {bandwidth:.2f} times its memory bandwidth and {rate:.2f} times its matrix rate, and prices are not "
+        "scaled; the roofline may be nearer"
+    )
+
+
+def _block_costs(
+    model: ModelShape, device: Gpu, tp: int, kv_cache_dtype: str, dtype: str, block_size: int
+) -> dict[str, float]:
+    """Copying and swapping one block, from the data sheet: no profile holds them."""
+    block_bytes = model.kv_bytes_per_token(kv_cache_dtype, tp, dtype=dtype) * block_size
+    share = RooflineEfficiency()
+    assert dtype in DTYPE_BYTES
+    return {
+        "copy_block_s": 2 * block_bytes / (device.memory_bandwidth_bytes_per_s * share.memory),
+        "swap_block_s": block_bytes / (device.pcie_bytes_per_s * share.link),
+    }

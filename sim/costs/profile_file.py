@@ -1,0 +1,150 @@
+"""Profile files: what a calibration found out about a GPU, as one JSON document with its provenance, error and range.
+
+Two kinds. A `model` profile holds the terms of a step for one model on one GPU, as measured with that model. A `gpu`
+profile holds kernel terms, from which the terms of any model are put together (`sim.costs.compose`). Times are in
+microseconds (`us`), as their sources have them, and become seconds when read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sim.core.config import ConfigError
+
+from .piecewise import Grid, Line
+from .terms import StepTerms
+
+SCHEMA = "kvtwin-profile"
+SCHEMA_VERSION = 1
+KINDS = ("model", "gpu")
+PROVENANCE_KEYS = ("source", "licence", "engine", "date", "command")
+"""What a profile must say of its origin."""
+_US = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileFile:
+    """A profile file, read and checked, not yet applied to a model."""
+
+    name: str
+    """How reports call it."""
+    kind: str
+    """`model` or `gpu`."""
+    gpu: str
+    """The GPU it was measured on, by its name in the catalogue."""
+    model: str | None
+    """The model of a `model` profile."""
+    tensor_parallel_size: int
+    """Ranks of a `model` profile."""
+    data: Mapping[str, Any]
+    """The whole document."""
+    where: str
+    """Path, for messages."""
+
+    @property
+    def origin(self) -> str:
+        """One sentence on where its numbers come from and how good they are."""
+        provenance, error = self.data["provenance"], self.data["error"]
+        median = error["held_out"]["median"]
+        return (
+            f"step times come from profile {self.name} ({provenance['source']}; {provenance['engine']}; {provenance['licence']}): "
+            f"kernels known to {median:.1%} (median on held-out points); {error['end_to_end']}"
+        )
+
+    def host_s(self) -> tuple[float, float]:
+        """Host time a step, and a sequence and step."""
+        host = self.data["host"]
+        return float(host["step_us"]) * _US, float(host["seq_us"]) * _US
+
+
+def read_profile(path: Path) -> ProfileFile:
+    """The profile in `path`.
+
+    Raises: ConfigError when it is no profile, of another schema version, has another time unit, or lacks provenance, error
+    or range; OSError.
+    """
+    where = str(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: not a profile: {error}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ConfigError(
+            f'{where}: not a profile: its "schema" must be {SCHEMA!r}; `kvtwin calibrate fit` writes such files'
+        )
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{where}: schema version {data.get('schema_version')!r}, this version of kvtwin reads {SCHEMA_VERSION}; fit it again"
+        )
+    if data.get("time_unit") != "us":
+        raise ConfigError(f"{where}: time_unit is {data.get('time_unit')!r}; times in a profile are in 'us'")
+    if data.get("kind") not in KINDS:
+        raise ConfigError(f"{where}: kind is {data.get('kind')!r}; it is one of {', '.join(KINDS)}")
+    body = "terms" if data["kind"] == "model" else "kernels"
+    for key in ("name", "gpu", "provenance", "error", "range", "host", body):
+        if key not in data:
+            raise ConfigError(
+                f"{where}: it does not say {key!r}; a profile without it cannot be judged and is not used"
+            )
+    for key in PROVENANCE_KEYS:
+        if not data["provenance"].get(key):
+            raise ConfigError(f"{where}: its provenance does not say {key!r}; a profile of unknown origin is not used")
+    if data["kind"] == "model" and not data.get("model"):
+        raise ConfigError(f"{where}: a model profile must say which model it was fitted to")
+    return ProfileFile(
+        name=str(data["name"]),
+        kind=data["kind"],
+        gpu=str(data["gpu"]),
+        model=data.get("model"),
+        tensor_parallel_size=int(data.get("tensor_parallel_size", 1)),
+        data=data,
+        where=where,
+    )
+
+
+def model_terms(profile: ProfileFile, **device: float) -> StepTerms:
+    """The terms of a `model` profile; `device` gives what no kernel table holds: `copy_block_s`, `swap_block_s`.
+
+    Raises: ConfigError for a missing or malformed term.
+    """
+    terms, limits = profile.data["terms"], profile.data["range"]
+    step_s, seq_s = profile.host_s()
+    try:
+        return StepTerms(
+            dense=line(terms["dense"], "tokens"),
+            rows=line(terms["rows"], "rows"),
+            all_reduce=line(terms["all_reduce"], "tokens") if terms.get("all_reduce") else None,
+            prefill=grid(terms["prefill"], "chunk", "context"),
+            decode=grid(terms["decode"], "seqs", "context"),
+            mixed=grid(terms["mixed"], "seqs", "context"),
+            overlap=line(terms["overlap"], "tiles", "exponent"),
+            mixed_tile_s=float(terms["mixed_tile_us"]) * _US,
+            chunk_launch_s=float(terms["chunk_launch_us"]) * _US,
+            decode_skew=line(terms["decode_skew"], "seqs", "share"),
+            mixed_skew=line(terms["mixed_skew"], "seqs", "share"),
+            step_s=step_s,
+            seq_s=seq_s,
+            padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
+            max_tokens=int(limits["max_tokens"]),
+            max_seqs=int(limits["max_seqs"]),
+            max_context_tokens=int(limits["max_context_tokens"]),
+            **device,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{profile.where}: a term is missing or malformed: {type(error).__name__} {error}") from error
+
+
+def line(table: Mapping[str, Any], x: str, y: str = "us") -> Line:
+    """A table over `x`; times become seconds, shares stay."""
+    unit = _US if y == "us" else 1.0
+    return Line(tuple(map(float, table[x])), tuple(float(value) * unit for value in table[y]))
+
+
+def grid(table: Mapping[str, Any], x: str, y: str) -> Grid:
+    """A table of times over `x` and `y`, in seconds."""
+    rows = tuple(tuple(float(value) * _US for value in row) for row in table["us"])
+    return Grid(tuple(map(float, table[x])), tuple(map(float, table[y])), rows)

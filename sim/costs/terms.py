@@ -1,0 +1,66 @@
+"""What a fitted profile comes to for one model on one GPU: the terms of a step, each a small table in seconds.
+
+    step = host(step, sequences) + dense(tokens) + all_reduce(tokens) + rows(sampled)
+         + prefill attention(chunk x context) + decode attention(batch x context) x skew + copies + swaps
+
+Every term is non-negative. Where the numbers come from (a file fitted to one model, or a GPU's kernel terms put together
+for any model) is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .piecewise import Grid, Line
+
+TILE = 128
+"""Queries that a tile of the attention kernels holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTerms:
+    """The terms of a step on one rank, all layers together. Times in seconds."""
+
+    dense: Line
+    """By tokens computed: every matrix, norm, activation and rotary embedding, and the token embedding."""
+    rows: Line
+    """By rows sampled: LM head and sampler."""
+    all_reduce: Line | None = None
+    """By tokens computed: all collectives of a step; None on one rank."""
+    prefill: Grid
+    """Attention of one chunk: tokens of the chunk x tokens cached before it."""
+    decode: Grid
+    """Attention of a step of decodes only: sequences x mean KV length, the new token included."""
+    mixed: Grid
+    """Attention of the decodes of a step that also has prefill chunks, axes as `decode`. Engines run both in one call, whose kernel
+    is made for long queries: a decode costs more in it."""
+    overlap: Line = Line((1.0,), (1.0,))
+    """Exponent q by tiles of queries in the call (one a decode, one a `TILE` tokens of chunk): prefill p and decodes d take
+    `(p^q + d^q)^(1/q)` together, from the longer of both (large q, an emptier GPU) to their sum (1)."""
+    mixed_tile_s: float = 0.0
+    """What each decode adds to such a step for every token of its longest chunk: the kernel's grid is (sequences x longest query)."""
+    chunk_launch_s: float = 0.0
+    """Part of a chunk's attention that several chunks in one call pay once."""
+    decode_skew: Line = Line((1.0,), (0.0,))
+    """By sequences: share of its attention time that a batch gains for each unit by which its longest context exceeds its mean.
+
+    Work is spread over the GPU sequence by sequence, so that the longest are finished last.
+    """
+    mixed_skew: Line = Line((1.0,), (0.0,))
+    """The same in steps with prefill chunks."""
+    step_s: float = 0.0
+    """Host and launch time of a step that the device does not hide."""
+    seq_s: float = 0.0
+    """The same a sequence."""
+    copy_block_s: float = 0.0
+    """Copying one KV block on the device."""
+    swap_block_s: float = 0.0
+    """Moving one KV block between the device and the host."""
+    padded_sizes: tuple[int, ...] = ()
+    """Token counts for which CUDA graphs exist: a smaller step is padded up to the next one. Empty: never padded."""
+    max_tokens: int
+    """Most tokens a step had where these terms were measured."""
+    max_seqs: int
+    """Most decodes."""
+    max_context_tokens: int
+    """Longest mean KV length."""

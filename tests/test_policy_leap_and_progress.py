@@ -1,0 +1,255 @@
+"""What holds for every policy: leaping and stepping decide the same (I13), and everybody's request ends (I8).
+
+invariant  test
+I13        test_every_policy_decides_the_same_whether_the_engine_leaps_or_steps, one case a policy
+I8         test_every_preset_serves_or_explains_every_request
+I8, I11    test_every_victim_policy_comes_to_an_end
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.core.admission import AdmissionBase, CanEverFit, Every, FreeBlocks
+from sim.core.config import ConfigError, EngineConfig
+from sim.core.engine import EngineCore
+from sim.core.ladder import STANDARD_LADDER
+from sim.core.policies import (
+    PRESETS,
+    BackOfTheQueue,
+    ContiguousReservation,
+    FairQueue,
+    FullReservation,
+    MaxInFlight,
+    MaxKvBlocks,
+    MaxQueuedTokens,
+    MaxRunning,
+    NewTokenRatio,
+    PredictedPeak,
+    PriorityShares,
+    RatioSettings,
+    TokenBucket,
+    TtftDeadline,
+    arrival_queue,
+    deadline_queue,
+    shortest_predicted_queue,
+)
+from sim.core.policy import Batching, Policy
+from sim.core.preemption import VICTIMS
+from sim.core.request import Outcome, RequestSpec
+from sim.core.waiting import aging_queue, priority_queue
+from sim.costs.constant import FixedCost
+from sim.results.recorder import RunRecord
+from sim.world import run_world
+
+TICK_S = 2.0**-10
+"""Arrivals and step times are whole ticks: what can coincide does coincide."""
+COST = FixedCost(8 * TICK_S, per_token_s=TICK_S)
+
+
+def gated(gate):
+    """The gate, beside what every engine checks."""
+    return lambda config: Every([CanEverFit(config), gate(config), FreeBlocks()])
+
+
+POLICIES: dict[str, Policy] = {
+    "MaxInFlight": Policy(admission=gated(lambda config: MaxInFlight(4, first_wait_s=0.05, grace_s=0.05))),
+    "MaxQueuedTokens": Policy(admission=gated(lambda config: MaxQueuedTokens(60, first_wait_s=0.05, grace_s=0.05))),
+    "MaxRunning": Policy(admission=gated(lambda config: MaxRunning(2))),
+    "MaxKvBlocks": Policy(admission=gated(lambda config: MaxKvBlocks(max(1, config.num_gpu_blocks // 2)))),
+    "watermark": Policy(admission=lambda config: Every([CanEverFit(config), FreeBlocks(config.num_gpu_blocks // 4)])),
+    "FullReservation": Policy(admission=gated(FullReservation)),
+    "ContiguousReservation": Policy(admission=gated(ContiguousReservation)),
+    "NewTokenRatio": Policy(
+        admission=gated(lambda config: NewTokenRatio(RatioSettings(decay_steps=20, clip_new_tokens=16)))
+    ),
+    "PredictedPeak": Policy(admission=gated(lambda config: PredictedPeak(risk=0.2))),
+    "PredictedPeak, given": Policy(admission=gated(lambda config: PredictedPeak(quantiles=[(0.5, 8), (1.0, 30)]))),
+    "TtftDeadline": Policy(admission=gated(lambda config: TtftDeadline(0.08))),
+    "TtftDeadline, shed": Policy(admission=gated(lambda config: TtftDeadline({0: 0.2, 1: 0.05}, shed_late=True))),
+    "TokenBucket": Policy(admission=gated(lambda config: TokenBucket(300, 50, grace_s=0.05))),
+    "PriorityShares": Policy(
+        admission=gated(lambda config: PriorityShares(config, {0: 0.3, 1: 0.3})), queue=priority_queue
+    ),
+    "aging": Policy(queue=aging_queue(10**14)),
+    "shortest predicted": Policy(queue=shortest_predicted_queue),
+    "fair share": Policy(queue=FairQueue),
+    "deadline first": Policy(queue=deadline_queue({0: 0.05, 1: 0.2}, late_last=False)),
+    "deadline first, late last": Policy(queue=deadline_queue({0: 0.05, 1: 0.2})),
+    "back of the queue": Policy(queue=BackOfTheQueue),
+    "by arrival": Policy(queue=arrival_queue),
+    "fair share, swapping": Policy(queue=FairQueue, swap=True),
+    "new-token ratio by priority, swapping": Policy(
+        admission=gated(lambda config: NewTokenRatio()), queue=priority_queue, swap=True
+    ),
+    "fair share on a ladder": Policy(queue=FairQueue, ladder=STANDARD_LADDER),
+    "late last on a ladder": Policy(queue=deadline_queue(0.05), ladder=STANDARD_LADDER),
+    "everything": Policy(
+        admission=lambda config: Every(
+            [
+                CanEverFit(config),
+                TokenBucket(900, 60),
+                MaxInFlight(6, first_wait_s=0.05),
+                TtftDeadline(0.3, shed_late=True),
+                FreeBlocks(1),
+                PredictedPeak(),
+            ]
+        ),
+        queue=FairQueue,
+        victim=VICTIMS["fewest-generated"],
+        batching=Batching.PREFILL_FIRST,
+    ),
+} | {name: Policy(victim=victim) for name, victim in VICTIMS.items()}
+
+
+@st.composite
+def loads(draw: st.DrawFn, most: int = 10) -> tuple[RequestSpec, ...]:
+    """Requests of three tenants and priorities that arrive singly and in bursts, some of which leave."""
+    arrival, made = 0, []
+    for number in range(draw(st.integers(2, most))):
+        arrival += draw(st.sampled_from([0, 0, 0, 1, 8, 16, 40, 100]))
+        output_tokens = draw(st.integers(1, 30))
+        patience = draw(st.sampled_from([None, None, None, None, 8, 40, 96]))
+        shared = draw(st.integers(0, 3))
+        made.append(
+            RequestSpec(
+                request_id=f"r{number}",
+                arrival_s=arrival * TICK_S,
+                input_tokens=draw(st.integers(1, 40)),
+                output_tokens=output_tokens,
+                max_tokens=draw(st.sampled_from([None, output_tokens, output_tokens + 12, 4])),
+                priority=draw(st.integers(0, 2)),
+                tenant=draw(st.sampled_from("abc")),
+                content_ids=tuple("xyz"[:shared]),
+                content_block_tokens=8 if shared else 0,
+                cancel_after_s=None if patience is None else patience * TICK_S,
+            )
+        )
+    return tuple(made)
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> EngineConfig:
+    """Engines from starved to comfortable."""
+    max_num_seqs = draw(st.integers(2, 8))
+    return EngineConfig(
+        num_gpu_blocks=draw(st.sampled_from([18, 24, 40])),
+        block_size=4,
+        max_model_len=72,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([4, 16, 64])),
+        enable_prefix_caching=draw(st.booleans()),
+        sliding_window=draw(st.sampled_from([None, None, None, 9])),
+        num_cpu_blocks=draw(st.sampled_from([0, 0, 10])),
+    )
+
+
+def run(
+    config: EngineConfig, policy: Policy, requests: tuple[RequestSpec, ...], *, stepping: bool
+) -> tuple[RunRecord, list[str]]:
+    log: list[str] = []
+    record = run_world(
+        config,
+        COST,
+        requests,
+        policy=policy,
+        stepping=stepping,
+        check=True,
+        decision_log=lambda entry: log.append(json.dumps(entry)),
+    )
+    return record, log
+
+
+def fates(record: RunRecord) -> list[tuple[object, ...]]:
+    return [
+        (
+            r.request_id,
+            r.outcome,
+            r.reason,
+            r.retry_after_s,
+            r.scheduled_fs,
+            r.first_token_fs,
+            r.ended_fs,
+            r.num_preemptions,
+        )
+        for r in record.requests
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_decides_the_same_whether_the_engine_leaps_or_steps(name: str) -> None:
+    @settings(max_examples=40)
+    @given(engines(), loads())
+    def same(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
+        leaping, leapt = run(config, POLICIES[name], requests, stepping=False)
+        stepping, stepped = run(config, POLICIES[name], requests, stepping=True)
+        assert leapt == stepped
+        assert fates(leaping) == fates(stepping)
+
+    same()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_serves_or_explains_every_request(name: str) -> None:
+    """No dead-lock (run_world would raise), and no live-lock. Where the whole prompt must fit before it starts, every start gives a
+    token, so a request is preempted at most once a token. Where only the next chunk must fit it may lose its prompt again and
+    again (B07), but only to older requests, each time for a block that one of their tokens needs.
+    """
+
+    @settings(max_examples=40)
+    @given(engines(), loads(most=16))
+    def ends(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
+        preset = PRESETS[name](config)
+        config = preset.configure(config)
+        record, _ = run(config, preset.policy, requests, stepping=False)
+        all_tokens = sum(request.spec.target_tokens for request in record.requests)
+        for request in record.requests:
+            assert request.outcome is not None
+            if request.outcome in (Outcome.REJECTED, Outcome.FAILED):
+                assert any(character.isdigit() for character in request.reason)
+            own = request.spec.target_tokens + 1
+            assert request.num_preemptions <= (own if config.reserve_full_prompt else all_tokens)
+
+    ends()
+
+
+@pytest.mark.parametrize("batching", Batching)
+@pytest.mark.parametrize("name", VICTIMS)
+def test_every_victim_policy_comes_to_an_end(name: str, batching: Batching) -> None:
+    """Twenty requests that grow to nine blocks each, in a pool of thirty."""
+    config = EngineConfig(
+        num_gpu_blocks=30, block_size=4, max_model_len=64, max_num_seqs=20, max_num_batched_tokens=128
+    )
+    requests = tuple(
+        RequestSpec(request_id=f"r{i}", arrival_s=i * TICK_S, input_tokens=4 + i % 5, output_tokens=20 + i % 9)
+        for i in range(20)
+    )
+    record, _ = run(config, Policy(victim=VICTIMS[name], batching=batching), requests, stepping=False)
+    assert {request.outcome for request in record.requests} == {Outcome.FINISHED}
+    assert sum(request.num_preemptions for request in record.requests) > 0
+    assert max(request.num_preemptions for request in record.requests) <= 20
+
+
+def test_a_policy_whose_answer_changes_with_time_must_not_call_itself_steady() -> None:
+    """The property above would notice: a gate that opens by itself, said to be steady, is leapt over."""
+
+    class OpensLater(AdmissionBase):
+        def may_start(self, request, need_blocks, view):  # type: ignore[no-untyped-def]
+            return not view.num_running or view.decode_clock >= 10
+
+    config = EngineConfig(num_gpu_blocks=40, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
+    requests = tuple(RequestSpec(request_id=f"r{i}", arrival_s=0.0, input_tokens=4, output_tokens=30) for i in range(2))
+    policy = Policy(admission=lambda config: OpensLater())
+    assert run(config, policy, requests, stepping=False)[1] != run(config, policy, requests, stepping=True)[1]
+
+
+def test_a_preset_refuses_what_its_engine_could_not_run() -> None:
+    config = EngineConfig(num_gpu_blocks=100, block_size=16, max_model_len=2048)
+    with pytest.raises(ConfigError, match=r"max_model_len \(2048\) tokens = 128 blocks, but the pool has 100"):
+        EngineCore(config, policy=PRESETS["orca"](config).policy)
+    with pytest.raises(ConfigError, match="needs reserve_full_prompt"):
+        FullReservation(EngineConfig(num_gpu_blocks=100, reserve_full_prompt=False))

@@ -1,0 +1,173 @@
+"""Memory management never changes an answer.
+
+A real model runs on a real pool under pressure, and every request must get, token for token, what it gets with unlimited
+memory. Greedy sampling, float32, on the CPU. And whatever the device's steps took, the simulator, given the same durations,
+must have decided the same in every one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.validation import SCENARIOS, check_cell, reference_answers, replay, run_for_real
+from experiments.validation.scenarios import BLOCK_SIZE, MAX_MODEL_LEN, SmallScenario
+from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from sim.catalog.models import model_shape
+from sim.core.config import EngineConfig
+from sim.core.policies import PRESETS
+from sim.core.request import RequestSpec
+
+SHAPE = model_shape("tiny-llama-test")
+
+
+def windowed(window: int | None):
+    """The test model, with a sliding window if there is one."""
+    if window is None:
+        return SHAPE
+    return replace(
+        SHAPE, architecture="mistral", attention=tuple(replace(kind, window=window) for kind in SHAPE.attention)
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
+    """Up to eight requests: any lengths, prompts that begin alike, clients that leave."""
+    made, arrival_s = [], 0.0
+    for index in range(draw(st.integers(1, 8))):
+        arrival_s += draw(st.integers(0, 12)) / 1000
+        input_tokens = draw(st.integers(1, 30))
+        named = draw(st.integers(0, (input_tokens + 8) // 3))
+        spec = RequestSpec(
+            request_id=f"r{index}",
+            arrival_s=arrival_s,
+            input_tokens=input_tokens,
+            output_tokens=draw(st.integers(1, MAX_MODEL_LEN - 30)),
+            max_tokens=draw(st.none() | st.integers(1, 12)),
+            priority=draw(st.integers(0, 1)),
+            content_ids=tuple(draw(st.lists(st.sampled_from("xy"), min_size=named, max_size=named))),
+            content_block_tokens=3 if named else 0,
+            cancel_after_s=draw(st.none() | st.integers(1, 80).map(lambda ms: ms / 1000)),
+        )
+        made.append(spec)
+    return tuple(made)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> SmallScenario:
+    """Those requests, and an engine with too few blocks for them."""
+    window = draw(st.sampled_from((None, None, None, 5, 8)))
+    tokens = draw(st.integers(3, 40))
+    engine = EngineConfig(
+        num_gpu_blocks=draw(st.integers(12, 20)),
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=draw(st.integers(1, min(tokens, 8))),
+        max_num_batched_tokens=tokens,
+        enable_prefix_caching=draw(st.booleans()),
+        reserve_full_prompt=draw(st.booleans()),
+        scheduling_policy=draw(st.sampled_from(("fcfs", "priority"))),
+        sliding_window=window,
+        num_cpu_blocks=draw(st.sampled_from((0, 0, 3, 8, 24))),
+        watermark=draw(st.sampled_from((0.0, 0.1))),
+    )
+    return SmallScenario(
+        name="drawn", requests=draw(requests()), engine=engine, shape=windowed(window), seed=draw(st.integers(0, 3))
+    )
+
+
+@given(scenario=scenarios(), name=st.sampled_from(sorted(PRESETS)))
+@settings(max_examples=60)
+def test_every_request_gets_the_tokens_it_gets_with_unlimited_memory(scenario, name):
+    cell = check_cell(scenario, name, "cpu")
+    assert cell.ok, cell.error
+
+
+@given(scenario=scenarios(), chunk=st.integers(1, 17))
+@settings(max_examples=15)
+def test_a_prompt_may_be_computed_in_chunks_of_any_size(scenario, chunk):
+    chunked = with_engine(scenario, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 4))
+    run = run_for_real(chunked, preset("vllm-v1"))
+    assert changed_answers(run, reference_answers(chunked)) == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_both_worlds_decide_alike_under_every_preset(name):
+    """Twenty-four scenarios a preset, of which several really preempt, swap, reuse and cancel."""
+    facts = []
+    for scenario in SCENARIOS.values():
+        cell = check_cell(scenario, name, "cpu")
+        assert cell.ok, f"{scenario.name}: {cell.error}"
+        facts.append(cell.facts)
+    assert len(facts) >= 20
+    totals = {
+        key: sum(fact[key] for fact in facts) for key in ("preemptions", "prefix_hit_tokens", "swapped_out_blocks")
+    }
+    reserves = {"trtllm-no-evict", "static-batch", "orca", "sglang", "predicted-peak"}
+    assert totals["preemptions"] > 5 or name in reserves
+    assert totals["swapped_out_blocks"] > 5 or name in reserves
+    assert totals["prefix_hit_tokens"] > 20 or name in {"vllm-v0", "orca"}
+
+
+def test_other_durations_are_another_run():
+    """The comparison is not blind: played back twice as fast, a run decides differently."""
+    scenario = SCENARIOS["leavers-0"]
+    real = run_for_real(scenario, preset("vllm-v1"))
+    assert first_difference(real.decisions, replay(scenario, preset("vllm-v1"), real.recording)) is None
+    slower = {step: (3 * duration_fs, oom) for step, (duration_fs, oom) in real.recording.items()}
+    slower |= dict.fromkeys(range(len(slower), len(slower) + 500), (10**13, None))
+    assert "differs in" in (first_difference(real.decisions, replay(scenario, preset("vllm-v1"), slower)) or "")
+
+
+def test_a_wrong_answer_is_seen():
+    """Nor is the other one: answers depend on every token of the prompt."""
+    scenario = SCENARIOS["pressure-0"]
+    run = run_for_real(scenario, preset("vllm-v1"))
+    other = reference_answers(replace(scenario, seed=scenario.seed + 1))
+    assert set(changed_answers(run, other)) == {request.request_id for request in run.requests}
+    longest = max(run.answers.values(), key=len)
+    assert len(set(longest)) > len(longest) // 2, "a model that repeats itself would hide a lost context"
+
+
+def test_a_lossy_rung_changes_answers_and_says_so():
+    scenario = with_engine(SCENARIOS["pressure-1"], num_gpu_blocks=16)
+    scenario = replace(scenario, requests=tuple(replace(spec, priority=1) for spec in scenario.requests))
+    rungs = [{"action": "truncate", "signal": "kv_usage", "on": 0.8, "off": 0.5, "hold_s": 0.0, "value": 8.0}]
+    run = run_for_real(scenario, preset("ladder", rungs))
+    reference = reference_answers(scenario)
+    truncated = [r.request_id for r in run.requests if "truncate" in r.degraded]
+    differing = [name for name, answer in run.answers.items() if answer != reference[name][: len(answer)]]
+    assert truncated
+    assert differing
+    assert set(differing) <= set(truncated)
+    assert changed_answers(run, reference) == []
+    assert run.leaked_blocks == 0
+    assert first_difference(run.decisions, replay(scenario, preset("ladder", rungs), run.recording)) is None
+
+
+@pytest.mark.parametrize(
+    "action", ["pause", "swap_out", "cap_running", "shrink_step", "no_reuse", "drop_cache", "pause_admission"]
+)
+def test_rungs_that_are_not_lossy_leave_answers_alone(action):
+    scenario = with_engine(SCENARIOS["prefixes-1"], num_cpu_blocks=16)
+    scenario = replace(
+        scenario, requests=tuple(replace(spec, priority=index % 2) for index, spec in enumerate(scenario.requests))
+    )
+    value = {"pause": 0.5, "swap_out": 0.5, "cap_running": 3.0, "shrink_step": 0.5}.get(action, 0.0)
+    rungs = [{"action": action, "signal": "kv_usage", "on": 0.6, "off": 0.4, "hold_s": 0.0, "value": value}]
+    run = run_for_real(scenario, preset("ladder", rungs))
+    assert any(entry["ladder"] for entry in run.decisions)
+    assert changed_answers(run, reference_answers(scenario)) == []
+    assert run.leaked_blocks == 0
+    assert first_difference(run.decisions, replay(scenario, preset("ladder", rungs), run.recording)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["vllm-v1", "vllm-v0", "sglang", "ladder"])
+def test_both_worlds_decide_alike_on_a_gpu(name, cuda_device):
+    for scenario in SCENARIOS.values():
+        cell = check_cell(scenario, name, cuda_device)
+        assert cell.ok, f"{scenario.name}: {cell.error}"

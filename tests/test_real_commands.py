@@ -1,0 +1,190 @@
+"""`kvtwin run --executor torch` and `kvtwin validate`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+import sim
+from experiments import validate as command
+from experiments.cli import main
+from experiments.validation import Cell
+
+REAL = ["run", "--executor", "torch", "--model", "tiny-llama-test", "--workload", "uniform", "--rate", "60"]
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_run_for_real_under_pressure(tmp_path, capsys):
+    code = main(
+        [
+            *REAL,
+            "--device",
+            "cpu",
+            "--num-requests",
+            "200",
+            "--num-gpu-blocks-override",
+            "500",
+            "--out",
+            str(tmp_path),
+            "--json",
+        ]
+    )
+    summary = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert summary["finished"] == 200
+    assert summary["num_preemptions"] > 0
+    assert summary["kv_blocks_at_end"]["owned"] == 0
+    assert summary["wall_time_s"] < 120
+    (executor,) = summary["executors"]
+    assert executor["blocks"] == {"allocated": 0, "quarantined": 0, "free": 500}
+    assert executor["fallbacks"] == []
+    assert executor["sampled_tokens"] >= summary["output_tokens"]
+    assert executor["computed_tokens"] >= summary["input_tokens"] + summary["output_tokens"] - 200
+    provenance = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert provenance["scenario"]["run"]["device"] == "cpu"
+
+
+def test_the_same_seed_gives_the_same_answers_in_other_times(capsys):
+    """What is measured differs from run to run; what is computed does not."""
+    flags = [*REAL, "--num-requests", "6", "--num-gpu-blocks-override", "200", "--check", "--json"]
+    first, second = ({}, {})
+    for summary in (first, second):
+        assert main(flags) == 0
+        summary.update(json.loads(capsys.readouterr().out))
+    assert first["output_tokens"] == second["output_tokens"]
+    assert first["e2el_s"] != second["e2el_s"]
+
+
+def test_a_scenario_in_python_runs_for_real():
+    scenario = sim.Scenario(
+        model="tiny-llama-test",
+        workload={"workload": "uniform", "num_requests": 4, "rate": 60.0},
+        engine={"num_gpu_blocks_override": 200, "max_model_len": 2048},
+        run={"executor": "torch"},
+    )
+    result = sim.simulate(scenario)
+    assert result.summary["finished"] == 4
+    assert result.provenance["profile"] == "measured"
+    assert result.provenance["gpu"] == "cpu"
+
+
+def test_the_kv_cache_of_a_run_on_the_cpu_is_bounded():
+    scenario = sim.Scenario(
+        model="llama-3.2-1b",
+        gpu="h100-sxm-80gb",
+        engine={"max_model_len": 4096},
+        workload={"workload": "uniform", "num_requests": 4},
+        run={"executor": "torch"},
+    )
+    resolved = scenario.resolved()
+    assert resolved["engine"]["kv_cache_memory_bytes"] == 256 << 20
+    assert resolved["run"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "granite-3.1-8b", "--max-model-len", "512"], ["granite-3.1-8b cannot be run for real", "llama"]),
+        (["--model", "tiny-llama-test", "--quantization", "fp8"], ["quantization is 'fp8'", "plain weights"]),
+        (["--model", "tiny-llama-test", "--kv-cache-dtype", "nvfp4"], ["nvfp4", "no real pool"]),
+    ],
+)
+def test_what_cannot_be_run_for_real_is_bad_input(flags, words, capsys):
+    code = main(["run", "--executor", "torch", "--workload", "uniform", "--num-requests", "2", *flags])
+    message = capsys.readouterr().err
+    assert code == 2
+    assert all(word in message for word in words), message
+    assert "Traceback" not in message
+
+
+# -- validate --------------------------------------------------------------------------------------------------------------
+
+
+def test_validate_says_that_the_worlds_agree(tmp_path, capsys):
+    flags = ["--scenario", "pressure-0", "--scenario", "swaps-0", "--preset", "vllm-v1", "--preset", "ladder"]
+    code = main(["validate", "--device", "cpu", *flags, "--out", str(tmp_path), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert document["ok"]
+    assert [(cell["scenario"], cell["preset"]) for cell in document["cells"]] == [
+        ("pressure-0", "vllm-v1"),
+        ("pressure-0", "ladder"),
+        ("swaps-0", "vllm-v1"),
+        ("swaps-0", "ladder"),
+    ]
+    for cell in document["cells"]:
+        assert cell["device"] == "cpu"
+        assert cell["decisions_equal"] and cell["tokens_equal"]
+        assert (cell["leaked_blocks"], cell["fallbacks"], cell["error"]) == (0, 0, None)
+    suite = ElementTree.parse(tmp_path / "validate.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("4", "0")
+    assert "All 4 cells agree" in (tmp_path / "validate.html").read_text(encoding="utf-8")
+    assert document == json.loads((tmp_path / "validate.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"decisions_equal": False},
+        {"tokens_equal": False},
+        {"leaked_blocks": 1},
+        {"fallbacks": 2},
+        {"error": "PoisonedReadError: r1 reads block 3 <at> step 5 \x00"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_validate_fails_on_any_difference(wrong, tmp_path, monkeypatch, capsys):
+    def cell(scenario, name, device, reference):
+        well = {"decisions_equal": True, "tokens_equal": True, "leaked_blocks": 0, "fallbacks": 0, "error": None}
+        return Cell(scenario=scenario.name, preset=name, device=device, **{**well, **wrong})
+
+    monkeypatch.setattr(command, "check_cell", cell)
+    monkeypatch.setattr(command, "reference_answers", lambda scenario, device: {})
+    junit, page = tmp_path / "junit.xml", tmp_path / "page.html"
+    flags = ["--scenario", "chunks-0", "--preset", "orca", "--junit", str(junit), "--html", str(page)]
+    assert main(["validate", *flags]) == 1
+    assert "0 of 1 cells agree" in capsys.readouterr().out
+    suite = ElementTree.parse(junit).getroot()
+    assert suite.get("failures") == "1"
+    assert suite.find("testcase/failure") is not None
+    assert "1 of 1 cells differ" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--scenario", "presure-0"], ["--scenario is 'presure-0'", "nearest is pressure-0"]),
+        (["--preset", "vllm-v7"], ["--preset is 'vllm-v7'", "vllm-v1"]),
+        (["--device", "tpu"], ["device is 'tpu'", "cuda:N"]),
+    ],
+)
+def test_validate_refuses_what_it_does_not_know(flags, words, capsys):
+    assert main(["validate", *flags]) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.gpu
+def test_validate_is_green_on_a_gpu(cuda_device, tmp_path):
+    assert main(["validate", "--device", cuda_device, "--out", str(tmp_path)]) == 0
+
+
+@pytest.mark.gpu
+def test_a_real_run_on_a_gpu_leaves_nothing_behind(cuda_device, capsys):
+    flags = [
+        "--device",
+        cuda_device,
+        "--gpu",
+        "h100-sxm-80gb",
+        "--num-requests",
+        "200",
+        "--num-gpu-blocks-override",
+        "500",
+    ]
+    assert main([*REAL, *flags, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    (executor,) = summary["executors"]
+    assert executor["blocks"] == {"allocated": 0, "quarantined": 0, "free": 500}
+    assert executor["fallbacks"] == []

@@ -1,0 +1,318 @@
+"""The decoder's logits are those of Hugging Face transformers, whatever way the KV got into its blocks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from gpu.batch import BatchBuffers, Sampling, Work
+from gpu.cpu_pool import CpuBlockPool
+from gpu.decoder_config import DecoderConfig, RotaryConfig
+from gpu.layout import KVLayout
+from gpu.model import Decoder
+from gpu.ops import Ops
+from gpu.pool import PagedKVPool
+from gpu.real_engine import RealEngine, RealSettings
+from gpu.swap import BlockMover
+from gpu.weights import DecoderWeights
+from gpu.workspace import Workspace
+from sim.catalog.hf_config import read_config, shape_from_config
+from sim.catalog.models import model_shape
+from sim.core.blocks import BlockPool
+from sim.core.config import ConfigError
+from sim.core.tables import BlockTable, BlockTables
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama-3.1": (LlamaConfig, LlamaForCausalLM, {"rope_scaling": LLAMA3, "rope_theta": 50000.0}),
+    "llama-biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 11}),
+}  # fmt: skip
+BLOCK_SIZE = 4
+TOLERANCE = 5e-5
+"""Logits have a standard deviation of about 1.6; float32 sums in another order differ by 1e-5 at most here."""
+
+
+class Bench:
+    """A decoder with the weights of a Hugging Face model, a checked pool, and the core's own block tables."""
+
+    def __init__(self, family: str) -> None:
+        torch.set_num_threads(1)
+        configuration, model, extra = FAMILIES[family]
+        torch.manual_seed(len(family))
+        self.reference = model(configuration(**SIZES, **extra, attn_implementation="eager")).eval()
+        with torch.no_grad():
+            for name, weight in self.reference.named_parameters():
+                weight.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        self.values = self.reference.config.to_dict()
+        shape = shape_from_config(self.values, name=family)
+        self.config = DecoderConfig.from_values(shape, self.values)
+        weights = DecoderWeights.from_state(self.config, self.reference.state_dict(), dtype=torch.float32, device="cpu")
+        self.work = Workspace(1 << 23)
+        self.ops = Ops("cpu", scratch=self.work)
+        self.model = Decoder(self.config, weights, self.ops, max_positions=128)
+        layout = KVLayout(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=BLOCK_SIZE,
+            dtype="float32",
+        )
+        self.layout = layout
+        self.pool = PagedKVPool(layout, 64, checked=True)
+        self.blocks = BlockPool(64)
+        self.tables = BlockTables(self.blocks, BLOCK_SIZE, shape.attention[0].window)
+        self.buffers = BatchBuffers(max_tokens=128, max_seqs=8, max_blocks=32, device="cpu")
+        self.step = 0
+
+    def tokens(self, seed: int, count: int = 40) -> list[int]:
+        return torch.randint(0, SIZES["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """`[len(tokens), vocab_size]`, by transformers."""
+        with torch.no_grad():
+            return self.reference(torch.tensor([tokens])).logits[0]
+
+    def grow(self, table: BlockTable, computed: int, count: int, hits: tuple[int, ...] = ()) -> None:
+        """Make room in a table, as the core would, and do the copies it asks for."""
+        allocation = self.tables.grow(table, computed, count, hits)
+        assert allocation is not None
+        if allocation.copies:
+            sources, targets = (torch.tensor(ids) for ids in zip(*allocation.copies, strict=True))
+            self.ops.move_blocks(self.pool.rows, self.pool.rows, sources, targets)
+
+    def run(self, *shares: tuple[BlockTable, list[int], int, int]) -> list[torch.Tensor]:
+        """One step of `(table, tokens, computed, count)` shares; the logits after the last token of each, in that order."""
+        self.pool.begin_step(self.step)
+        self.work.reset()
+        for table, _, computed, _ in shares:
+            self.pool.assign(table.owner, table.blocks, computed)
+        work = [
+            Work(
+                name=table.owner,
+                token_ids=tokens[computed : computed + count],
+                context_tokens=computed,
+                block_table=table.blocks,
+                samples=True,
+            )
+            for table, tokens, computed, count in shares
+        ]
+        batch = self.buffers.fill(work, BLOCK_SIZE, Sampling())
+        rows = self.model.forward(batch, self.pool, self.work).clone()
+        self.pool.end_step()
+        self.step += 1
+        by_name = dict(zip(batch.sampled, rows, strict=True))
+        return [by_name[item.name] for item in work]
+
+    def feed(self, table: BlockTable, tokens: list[int], chunks: list[int], computed: int = 0) -> None:
+        """Compute `tokens` chunk by chunk, comparing the logits after each with transformers."""
+        want = self.logits(tokens)
+        for count in chunks:
+            self.grow(table, computed, count)
+            (row,) = self.run((table, tokens, computed, count))
+            assert_equal(row, want[computed + count - 1])
+            computed += count
+
+    def give_back(self, table: BlockTable) -> None:
+        self.pool.release(table.owner, self.tables.release(table, table.owner))
+
+
+def assert_equal(row: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(row, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(params=FAMILIES)
+def bench(request):
+    return Bench(request.param)
+
+
+def test_whole_prefill_chunked_prefill_and_decode(bench):
+    tokens = bench.tokens(1)
+    for index, chunks in enumerate(([40], [1] * 40, [7, 1, 13, 4, 1, 1, 9, 4], [16, 16, 8], [39, 1])):
+        bench.feed(BlockTable(f"sequence {index}"), tokens, chunks)
+
+
+def test_sequences_of_one_batch_do_not_see_each_other(bench):
+    """Whole prompts, chunks on top of context and decodes, of different lengths, in one step."""
+    tables = [BlockTable(name) for name in "abcd"]
+    texts = [bench.tokens(seed) for seed in range(4)]
+    contexts, counts = [0, 9, 30, 17], [12, 6, 1, 1]
+    for table, text, context in zip(tables, texts, contexts, strict=True):
+        if context:
+            bench.feed(table, text, [context])
+    for table, context, count in zip(tables, contexts, counts, strict=True):
+        bench.grow(table, context, count)
+    rows = bench.run(*zip(tables, texts, contexts, counts, strict=True))
+    for row, text, context, count in zip(rows, texts, contexts, counts, strict=True):
+        assert_equal(row, bench.logits(text)[context + count - 1])
+
+
+def test_a_cached_prefix_is_as_good_as_a_computed_one(bench):
+    tokens, other = bench.tokens(2), bench.tokens(3)
+    first = BlockTable("first")
+    bench.feed(first, tokens, [24])
+    hits = tuple(first.blocks[:5])
+    text = tokens[:20] + other[:10]
+    second = BlockTable("second")
+    bench.grow(second, 0, 10, hits)
+    (row,) = bench.run((second, text, 20, 10))
+    assert_equal(row, bench.logits(text)[29])
+
+
+def test_a_prefix_may_be_found_in_the_very_step_that_computes_it(bench):
+    text = bench.tokens(4)
+    first, second = BlockTable("first"), BlockTable("second")
+    bench.grow(first, 0, 30)
+    bench.grow(second, 0, 20, tuple(first.blocks[:4]))
+    rows = bench.run((first, text, 0, 30), (second, text, 16, 20))
+    want = bench.logits(text)
+    assert_equal(rows[0], want[29])
+    assert_equal(rows[1], want[35])
+
+
+def test_a_fork_goes_its_own_way_after_a_copy_on_write(bench):
+    tokens, other = bench.tokens(5), bench.tokens(6)
+    parent = BlockTable("parent")
+    bench.feed(parent, tokens, [18])  # the fifth block is half full: whoever writes first must copy it
+    child = bench.tables.fork(parent, "child")
+    text = tokens[:18] + other[:9]
+    bench.grow(child, 18, 9)
+    assert child.blocks[4] != parent.blocks[4]
+    (row,) = bench.run((child, text, 18, 9))
+    assert_equal(row, bench.logits(text)[26])
+    bench.feed(parent, tokens, [6, 1, 1], computed=18)
+
+
+def test_a_preempted_sequence_is_recomputed_in_other_blocks(bench):
+    tokens = bench.tokens(7)
+    table = BlockTable("victim")
+    bench.feed(table, tokens, [20, 1, 1])
+    before = list(table.blocks)
+    bench.give_back(table)
+    intruder = BlockTable("intruder")
+    bench.feed(intruder, bench.tokens(8), [26])
+    bench.feed(table, tokens, [10, 12, 1, 1])
+    assert set(table.blocks) != set(before)
+
+
+def test_a_sequence_that_was_swapped_out_goes_on_where_it_was(bench):
+    tokens = bench.tokens(9)
+    mover = BlockMover(bench.pool, CpuBlockPool(bench.layout, 16), bench.ops)
+    table = BlockTable("victim")
+    bench.feed(table, tokens, [21, 1])
+    held = [block for block in table.blocks if block]
+    mover.swap_out("victim", held)
+    passed = len(table.blocks) - len(held)
+    bench.give_back(table)
+    bench.feed(BlockTable("intruder"), bench.tokens(10), [30])
+    table.blocks = [0] * passed
+    bench.grow(table, 22, 1)
+    bench.pool.assign("victim", table.blocks, 22)
+    mover.swap_in("victim", [block for block in table.blocks if block][: len(held)])
+    (row,) = bench.run((table, tokens, 22, 1))
+    assert_equal(row, bench.logits(tokens)[22])
+
+
+def test_a_sliding_window_gives_blocks_back_and_changes_nothing():
+    bench = Bench("mistral")
+    tokens, table = bench.tokens(11, 60), BlockTable("long")
+    bench.feed(table, tokens, [30, 1, 9, 1, 1, 10])
+    assert table.blocks[:8] == [0] * 8  # the last step began at token 42, which sees 32 to 42
+    assert all(table.blocks[8:])
+    assert bench.blocks.num_owned == len(table.blocks) - 8
+
+
+def test_what_is_left_of_a_truncated_context_keeps_its_positions():
+    """With the middle of the context gone, attention reads what is left at its old positions: transformers is told so by a mask."""
+    bench = Bench("llama")
+    tokens, table = bench.tokens(12), BlockTable("cut")
+    bench.feed(table, tokens, [33])
+    table.blocks[1:5] = [0] * 4  # tokens 4 to 19
+    bench.grow(table, 33, 1)
+    (row,) = bench.run((table, tokens, 33, 1))
+    mask = torch.full((34, 34), float("-inf")).triu(1)
+    mask[33, 4:20] = float("-inf")
+    with torch.no_grad():
+        want = bench.reference(torch.tensor([tokens[:34]]), attention_mask=mask[None, None]).logits[0, 33]
+    assert_equal(row, want)
+    assert not torch.allclose(row, bench.logits(tokens)[33], atol=0.01)
+
+
+def test_a_folder_with_safetensors_is_loaded(tmp_path):
+    bench = Bench("qwen3")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in bench.reference.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(bench.values), encoding="utf-8")
+    shape = read_config(tmp_path / "config.json")
+    engine = RealEngine(RealSettings(shape=shape, source=str(tmp_path), dtype="float32"), [])
+    assert engine.config.rotary == bench.config.rotary
+    assert torch.equal(engine.weights.layers[2].down, bench.model.weights.layers[2].down)
+    assert torch.equal(engine.weights.layers[0].qkv, bench.model.weights.layers[0].qkv)
+
+
+def test_random_weights_depend_on_the_seed_and_nothing_else():
+    config = DecoderConfig.of(model_shape("tiny-llama-test"))
+    one, same, other = (
+        DecoderWeights.random(config, seed=seed, dtype=torch.float32, device="cpu") for seed in (1, 1, 2)
+    )
+    assert torch.equal(one.layers[1].gate_up, same.layers[1].gate_up)
+    assert not torch.equal(one.layers[1].gate_up, other.layers[1].gate_up)
+    assert one.num_bytes == model_shape("tiny-llama-test").weight_bytes("float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("mixtral-8x7b", "architecture is mixtral"), ("deepseek-v2-lite", "deepseek_v2"), ("gemma-2-9b", "gemma2")],
+)
+def test_a_model_of_another_family_is_refused_with_the_reason(name, why):
+    with pytest.raises(ConfigError, match=f"{name} cannot be run for real.*{why}"):
+        DecoderConfig.of(model_shape(name))
+
+
+def test_an_unknown_rotary_scaling_is_refused():
+    with pytest.raises(ConfigError, match="yarn.*default, linear and llama3"):
+        RotaryConfig.from_values({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+
+
+def test_weights_that_do_not_fit_the_model_are_refused():
+    bench = Bench("llama")
+    state = dict(bench.reference.state_dict())
+    state["model.norm.weight"] = torch.ones(63)
+    with pytest.raises(ConfigError, match=r"model.norm.weight is \[63\]; llama needs \[64\]"):
+        DecoderWeights.from_state(bench.config, state, dtype=torch.float32, device="cpu")
+    del state["model.norm.weight"]
+    with pytest.raises(ConfigError, match=r"have no model.norm.weight"):
+        DecoderWeights.from_state(bench.config, state, dtype=torch.float32, device="cpu")
