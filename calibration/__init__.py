@@ -1,6 +1,10 @@
-"""From measurements to a cost profile that can be believed. Nothing in here yet.
+"""From measurements to a cost profile that can be believed.
 
-This package will hold the loop that keeps the simulator honest: choose what to measure, measure it on a device, fit
-the cost model, and judge the fit on points it has not seen. A profile will carry where it comes from (machine, driver,
-versions, date, command), its error on held-out points, and the range beyond which it extrapolates.
+`readers` take tables that others measured; `attention`, `fit_model` and `fit_gpu` fit non-negative terms to them, judged on
+points they did not see; `profiles` keeps what came out, with provenance, error and range; `judge` compares a recorded run with
+its simulation. `sim.costs` prices steps with the profiles and needs nothing from here.
 """
+
+from .errors import CalibrationError
+
+__all__ = ["CalibrationError"]

@@ -82,7 +82,9 @@ def fit_attention(points: Array, time_us: Array) -> AttentionFit:
     decode = fit_grid(n[steps], kv[steps], time_us[steps], seqs_knots, kv_knots)
     mixed_points = kinds["mixed"]
     base = _at(prefill.values, chunk_knots, context_knots, chunk[mixed_points], context[mixed_points])
-    call = Calls(chunk[mixed_points], context[mixed_points], n[mixed_points], kv[mixed_points], time_us[mixed_points], base)
+    call = Calls(
+        chunk[mixed_points], context[mixed_points], n[mixed_points], kv[mixed_points], time_us[mixed_points], base
+    )
     mixed, tile, overlap = _mixed(call, seqs_knots, kv_knots)
     return AttentionFit(
         prefill=prefill,
@@ -105,7 +107,10 @@ def judge_attention(points: Array, time_us: Array) -> dict[str, Any]:
     chunk, _, n, kv = points.T
     for kind, mask in {"prefill": n == 0, "decode": chunk == 0, "mixed": (chunk > 0) & (n > 0)}.items():
         found[f"held_out_{kind}"] = error_summary(fit.predict(points[held & mask]), time_us[held & mask])
-    axes = {"n_decode > 128, decode only": (n > 128) & (chunk == 0), "KV > 8192, decode only": (kv > 8192) & (chunk == 0)}
+    axes = {
+        "n_decode > 128, decode only": (n > 128) & (chunk == 0),
+        "KV > 8192, decode only": (kv > 8192) & (chunk == 0),
+    }
     for name, beyond in axes.items():
         if beyond.any():
             inner = fit_attention(points[~beyond], time_us[~beyond])
@@ -138,7 +143,9 @@ def fit_skew(n: Array, excess: Array, gain: Array) -> TableFit:
     slopes = [max(0.0, float(np.median(gain[n == knot] / excess[n == knot]))) for knot in knots]
     values = np.asarray(slopes)
     weights = mixture(knots, n)
-    return TableFit(values=values, identified=np.ones(len(knots), dtype=bool), residuals=(weights @ values) * excess - gain)
+    return TableFit(
+        values=values, identified=np.ones(len(knots), dtype=bool), residuals=(weights @ values) * excess - gain
+    )
 
 
 def fullness(n: Array, chunk: Array) -> Array:

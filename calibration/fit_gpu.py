@@ -28,7 +28,21 @@ WIDTHS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
 SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 KV = (16, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 CHUNKS = (16, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
-HEADS = ((32, 8), (16, 4), (8, 2), (4, 1), (64, 8), (32, 4), (16, 2), (8, 1), (40, 8), (48, 8), (32, 32), (16, 16), (8, 8))
+HEADS = (
+    (32, 8),
+    (16, 4),
+    (8, 2),
+    (4, 1),
+    (64, 8),
+    (32, 4),
+    (16, 2),
+    (8, 1),
+    (40, 8),
+    (48, 8),
+    (32, 32),
+    (16, 16),
+    (8, 8),
+)
 """Query and KV heads of a rank, for common models and tensor-parallel sizes."""
 SMALL_BYTES = 2 << 20
 CACHE_MARGIN = 1.2
@@ -101,7 +115,9 @@ def _gemm(table: pd.DataFrame, dtype: str) -> tuple[dict[str, Any], dict[str, An
     """Time by tokens, width and depth: for each token count a bilinear table, fitted to all shapes."""
     table = table[(table["n"] >= WIDTHS[0]) & (table["k"] >= WIDTHS[0])]
     if len(table) < LEAST_GEMM_POINTS:
-        raise CalibrationError(f"{len(table)} {dtype} GEMM shapes cannot fill the table; at least {LEAST_GEMM_POINTS} are needed")
+        raise CalibrationError(
+            f"{len(table)} {dtype} GEMM shapes cannot fill the table; at least {LEAST_GEMM_POINTS} are needed"
+        )
     m, n, k, us = (table[name].to_numpy(float) for name in ("m", "n", "k", "us"))
     held = held_out_mask(us.size)
     tokens = tuple(count for count in TOKENS if (m == count).any())
@@ -157,7 +173,11 @@ def _attention(source: KernelTables, l2_bytes: int) -> tuple[list[dict[str, Any]
     if not entries:
         raise CalibrationError(f"{source.folder}: no attention rows for any of the head counts {HEADS}")
     errors = {}
-    for kind, name in (("decode", "held_out_decode"), ("prefill", "held_out_prefill"), ("axis", "held_out_axis: sequences > 128")):
+    for kind, name in (
+        ("decode", "held_out_decode"),
+        ("prefill", "held_out_prefill"),
+        ("axis", "held_out_axis: sequences > 128"),
+    ):
         if held[kind]:
             predicted, measured = (np.concatenate(side) for side in zip(*held[kind], strict=True))
             errors[name] = error_summary(predicted, measured)
@@ -202,13 +222,18 @@ def _grid_at(values: Array, n: Array, kv: Array) -> Array:
 
 def _select(table: pd.DataFrame, heads: int, kv_heads: int, kv_dtype: str) -> pd.DataFrame:
     return table[
-        (table["num_heads"] == heads) & (table["num_key_value_heads"] == kv_heads) & (table["kv_cache_dtype"] == kv_dtype)
+        (table["num_heads"] == heads)
+        & (table["num_key_value_heads"] == kv_heads)
+        & (table["kv_cache_dtype"] == kv_dtype)
     ]
 
 
 def _all_reduce(table: pd.DataFrame) -> dict[str, Any]:
     return {
-        str(ranks): {"bytes": part["message_size"].astype(int).tolist(), "us": [_short(v) for v in np.maximum.accumulate(part["us"])]}
+        str(ranks): {
+            "bytes": part["message_size"].astype(int).tolist(),
+            "us": [_short(v) for v in np.maximum.accumulate(part["us"])],
+        }
         for ranks, part in table.sort_values("message_size").groupby("num_gpus")
     }
 

@@ -50,9 +50,13 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str, resampl
         "kernels were measured eager: gaps between them in a captured graph, and host time, are not in these terms",
     ]
     if source.skew is None:
-        notes.append("no batches of unequal contexts were measured: they are priced as if all were as long as their mean")
+        notes.append(
+            "no batches of unequal contexts were measured: they are priced as if all were as long as their mean"
+        )
     if source.tensor_parallel_size > 1:
-        notes.append("no collective was measured: all_reduce is a stated constant, not a fit (16 GB/s and 20 us over PCIe)")
+        notes.append(
+            "no collective was measured: all_reduce is a stated constant, not a fit (16 GB/s and 20 us over PCIe)"
+        )
     terms = _terms(attention, layers, dense, rows, skew)
     if source.tensor_parallel_size > 1:
         terms["all_reduce"] = _stated_all_reduce(model.hidden_size, layers, source.tensor_parallel_size)
@@ -101,8 +105,16 @@ def _terms(attention: AttentionFit, layers: int, dense: _Dense, rows: _Dense, sk
             "context": list(attention.context_knots),
             "us": table(attention.prefill.values),
         },
-        "decode": {"seqs": list(attention.seqs_knots), "context": list(attention.kv_knots), "us": table(attention.decode.values)},
-        "mixed": {"seqs": list(attention.seqs_knots), "context": list(attention.kv_knots), "us": table(attention.mixed.values)},
+        "decode": {
+            "seqs": list(attention.seqs_knots),
+            "context": list(attention.kv_knots),
+            "us": table(attention.decode.values),
+        },
+        "mixed": {
+            "seqs": list(attention.seqs_knots),
+            "context": list(attention.kv_knots),
+            "us": table(attention.mixed.values),
+        },
         "mixed_tile_us": round(attention.mixed_tile_us * layers, 6),
         "chunk_launch_us": round(launch_us * layers, 3),
         "overlap": {"tiles": list(FULLNESS), "exponent": list(attention.overlap)},
@@ -151,7 +163,9 @@ def _skews(table: pd.DataFrame | None) -> tuple[dict[str, Any], dict[str, Any]]:
         fit = fit_skew(n, excess, ratio - 1)
         knots = sorted(set(n.astype(int).tolist()))
         found[key] = {"seqs": knots, "share": [round(float(value), 5) for value in fit.values]}
-        errors[regime] = error_summary(ratio + fit.residuals, ratio) | {"without_the_term": error_summary(np.ones_like(ratio), ratio)}
+        errors[regime] = error_summary(ratio + fit.residuals, ratio) | {
+            "without_the_term": error_summary(np.ones_like(ratio), ratio)
+        }
     return found, errors
 
 

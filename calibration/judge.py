@@ -97,7 +97,7 @@ class Judgement:
     @property
     def verdict(self) -> str:
         """`equivalent` when everything is, `different` when something certainly is not, `not shown` otherwise."""
-        verdicts = {part.verdict for part in (*self.metrics, *self.trajectories)}
+        verdicts = {metric.verdict for metric in self.metrics} | {path.verdict for path in self.trajectories}
         if verdicts <= {EQUIVALENT}:
             return EQUIVALENT
         return DIFFERENT if DIFFERENT in verdicts else OPEN
@@ -139,7 +139,10 @@ def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) 
     metrics += [
         _single("makespan_s", run.makespan_s, twin.makespan_s, limits.mean),
         _single(
-            "request_throughput_per_s", len(run.requests) / run.makespan_s, len(run.requests) / twin.makespan_s, limits.mean
+            "request_throughput_per_s",
+            len(run.requests) / run.makespan_s,
+            len(run.requests) / twin.makespan_s,
+            limits.mean,
         ),
     ]
     return Judgement(

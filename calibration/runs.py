@@ -61,7 +61,9 @@ def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
         return _llmservingsim(path, prefixes)
     if path.suffix == ".csv":
         return _llm_d(path)
-    raise CalibrationError(f"{path}: not a recorded run; a folder with requests.jsonl and meta.json, or an llm-d CSV, is")
+    raise CalibrationError(
+        f"{path}: not a recorded run; a folder with requests.jsonl and meta.json, or an llm-d CSV, is"
+    )
 
 
 def _llmservingsim(folder: Path, prefixes: Path | None) -> RecordedRun:

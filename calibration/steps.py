@@ -55,7 +55,9 @@ class StepFit:
 def fit_steps(log: Sequence[tuple[BatchShape, float]], resamples: int = 200) -> StepFit:
     """The costs behind logged steps. Raises: CalibrationError for too few steps."""
     if len(log) < LEAST_STEPS:
-        raise CalibrationError(f"{len(log)} logged steps cannot identify {len(TERMS)} terms; at least {LEAST_STEPS} are needed")
+        raise CalibrationError(
+            f"{len(log)} logged steps cannot identify {len(TERMS)} terms; at least {LEAST_STEPS} are needed"
+        )
     design = np.asarray([_features(shape) for shape, _ in log], dtype=np.float64)
     time_s = np.asarray([seconds for _, seconds in log])
 

@@ -55,9 +55,7 @@ def fit_line(x: Array, time: Array, knots: Sequence[float], *, rising: bool = Tr
     """A table over one variable; `rising` makes it never fall."""
     fit = robust_nonnegative(mixture(knots, x), time, least_weight=LEAST_WEIGHT)
     values, identified = _fill(fit.values, fit.identified, knots)
-    return TableFit(
-        values=never_falling(values) if rising else values, identified=identified, residuals=fit.residuals
-    )
+    return TableFit(values=never_falling(values) if rising else values, identified=identified, residuals=fit.residuals)
 
 
 def fit_grid(
@@ -68,11 +66,11 @@ def fit_grid(
     design = (wx[:, :, None] * wy[:, None, :]).reshape(x.size, -1)
     fit = robust_nonnegative(design, time, least_weight=LEAST_WEIGHT)
     values = fit.values.reshape(len(x_knots), len(y_knots))
-    identified = fit.identified.reshape(values.shape)
+    identified: npt.NDArray[np.bool_] = fit.identified.reshape(values.shape)
     for row in range(len(x_knots)):
         if identified[row].any():
-            values[row], _ = _fill(values[row], identified[row], y_knots)
-    known = identified.any(axis=1)
+            values[row], _ = _fill(values[row], np.asarray(identified[row]), y_knots)
+    known = np.asarray(identified.any(axis=1))
     for column in range(len(y_knots)):
         values[:, column], _ = _fill(values[:, column], known, x_knots)
     if rising:

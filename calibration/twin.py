@@ -60,7 +60,9 @@ def preempted(scheduled_s: Array, finished_s: Array, ticks_s: Array, running: Ar
     return result
 
 
-def simulate_requests(scenario: Scenario, requests: Sequence[RequestSpec], cost: CostModel | None = None) -> SimulatedRun:
+def simulate_requests(
+    scenario: Scenario, requests: Sequence[RequestSpec], cost: CostModel | None = None
+) -> SimulatedRun:
     """Simulate exactly `requests` with the engine, memory and (unless `cost` is given) prices of `scenario`.
 
     Raises: ScenarioError, ConfigError.

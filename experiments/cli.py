@@ -18,6 +18,7 @@ from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.engine import ProgressError
 from sim.scenario import Scenario
 
+from .calibrate import calibrate_app
 from .options import Json, Out, Workers, takes_scenario
 from .terminal import complain
 
@@ -35,6 +36,8 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
+
+app.add_typer(calibrate_app, name="calibrate")
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -221,11 +224,41 @@ def kernels_command(
     return kernels(target, only=only, bench=bench, json=json)
 
 
+@app.command(
+    "bisect",
+    epilog=_example("kvtwin bisect requests.csv server.toml --fails oom --state bisect-state.json --out culprit"),
+)
+@takes_scenario
+def bisect_command(
+    scenario: Scenario,
+    requests: Annotated[
+        Path, typer.Argument(metavar="REQUESTS", help="The load that fails: a trace in any format that --trace reads.")
+    ],
+    fails: Annotated[
+        str,
+        typer.Option(
+            "--fails",
+            metavar="WHAT",
+            help="What counts as failing: any (oom or failed), oom, failed, preempted, rejected, timed_out, or module:function.",
+        ),
+    ] = "any",
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", metavar="FILE", help="Keep every answer here, and go on from it when it exists."),
+    ] = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """The smallest part of a load that still fails, with the shortest lengths and the smallest batch."""
+    from .bisect import bisect
+
+    return bisect(requests, scenario, fails=fails, state=state, out=out, json=json)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    names = {command.name for command in app.registered_commands}
-    command = " ".join(["kvtwin", *(word for word in arguments[:1] if word in names)])
+    command = " ".join(["kvtwin", *_command_words(arguments)])
     try:
         code = app(args=arguments, prog_name="kvtwin", standalone_mode=False)
         sys.stdout.flush()
@@ -253,6 +286,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _command_words(arguments: Sequence[str]) -> list[str]:
+    """The words of `arguments` that name the command: one, or two for a command of a group."""
+    names = {command.name for command in app.registered_commands}
+    groups = {group.name: group.typer_instance for group in app.registered_groups}
+    first = arguments[0] if arguments else ""
+    group = groups.get(first)
+    if group is None:
+        return [first] if first in names else []
+    second = arguments[1] if len(arguments) > 1 else ""
+    return [first, *([second] if second in {command.name for command in group.registered_commands} else [])]
+
+
 def _message(error: Exception) -> str | None:
     """What to tell the user about `error`; None when it is not about the input, but a bug that needs its traceback."""
     if hasattr(error, "format_message"):  # every usage error of typer has it, whichever version raises it
@@ -277,6 +322,7 @@ def _usage_message(error: Exception) -> str:
 
 def _input_errors() -> tuple[type[Exception], ...]:
     """The errors that mean bad input. Imported here, because most commands need few of these packages."""
+    from calibration.errors import CalibrationError
     from sim.core.config import ConfigError
     from sim.memory.allocators.snapshot_pickle import SnapshotError
     from sim.scenario import ScenarioError
@@ -285,7 +331,16 @@ def _input_errors() -> tuple[type[Exception], ...]:
 
     from .investigator import DiagnoseError
 
-    return (ScenarioError, SloError, ConfigError, WorkloadError, TraceError, SnapshotError, DiagnoseError)
+    return (
+        ScenarioError,
+        SloError,
+        ConfigError,
+        WorkloadError,
+        TraceError,
+        SnapshotError,
+        DiagnoseError,
+        CalibrationError,
+    )
 
 
 if __name__ == "__main__":

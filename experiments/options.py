@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+import typer.models
 
 from sim.scenario import Scenario
 from sim.scenario_tables import TABLE_OF_KEY, TABLES
@@ -67,7 +68,8 @@ Workers = Annotated[
 def takes_scenario(command: Callable[..., int]) -> Callable[..., int]:
     """Give `command` the argument SCENARIO.toml and all scenario flags; it gets the scenario they make as its first argument.
 
-    Flags replace what the file says. Only what the user typed is passed on, so that defaults stay the scenario's own.
+    Flags replace what the file says. Only what the user typed is passed on, so that defaults stay the scenario's own. Arguments
+    of the command's own come before the scenario.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     flags = [_parameter(key) for key in METAVARS]
@@ -90,15 +92,21 @@ def takes_scenario(command: Callable[..., int]) -> Callable[..., int]:
         return command(scenario, **values)
 
     parameters = [
+        *(own_.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own_ in own if _is_argument(own_)),
         _keyword("scenario_file", file),
         *flags,
         slo,
-        *(own_.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own_ in own),
+        *(own_.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own_ in own if not _is_argument(own_)),
     ]
     del with_scenario.__wrapped__  # typer must see the signature below, not the command's own
     with_scenario.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_scenario.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_scenario
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter of a command is given by its place, not by a flag."""
+    return any(isinstance(given, typer.models.ArgumentInfo) for given in get_args(parameter.annotation)[1:])
 
 
 def _parameter(key: str) -> inspect.Parameter:

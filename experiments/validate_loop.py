@@ -32,7 +32,12 @@ def logged_steps(seed: int, noise: float = 0.0) -> list[tuple[BatchShape, float]
         for i, at in enumerate(np.cumsum(rng.exponential(0.2, 150)))
     ]
     log: list[tuple[BatchShape, float]] = []
-    cost = FixedCost(**INJECTED)
+    cost = FixedCost(
+        INJECTED["base_s"],
+        per_token_s=INJECTED["per_token_s"],
+        per_context_token_s=INJECTED["per_context_token_s"],
+        per_seq_s=INJECTED["per_seq_s"],
+    )
     config = EngineConfig(num_gpu_blocks=20_000, max_num_seqs=128, max_num_batched_tokens=2048, max_model_len=8192)
     run_world(config, cost, requests, executor=lambda core: LoggingExecutor(cost, log))
     factors = np.exp(rng.normal(0.0, noise, len(log)))

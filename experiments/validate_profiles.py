@@ -65,7 +65,9 @@ def print_unpressed(data: Path) -> None:
     step_s = host_of_first_requests(run)
     kernels = costs["profile, kernels only"]
     assert isinstance(kernels, FittedProfile)
-    costs[f"with host time of {step_s * 1e6:.0f} us a step, fitted on {HOST_REQUESTS} requests"] = with_host(kernels, step_s)
+    costs[f"with host time of {step_s * 1e6:.0f} us a step, fitted on {HOST_REQUESTS} requests"] = with_host(
+        kernels, step_s
+    )
     print("\nL2 RTX PRO 6000, Llama-3.1-8B (targets: TPOT mean 2 %, E2E mean 3 %, makespan 3 %, TTFT p90 10 %)")
     print("  to beat, a peer's own figures: TPOT -1.0 %, E2E -1.8 %, TTFT mean -4.0 %")
     _print_runs(RTX_PRO_6000, run, costs)
@@ -90,7 +92,9 @@ def print_pressed(data: Path) -> None:
     print("\nL3 RTX 4090, Llama-3.1-8B, KV saturated, pool sized by the ledger (the run had 2,588 blocks)")
     print("  targets: TTFT mean 1.5 %, TPOT mean 1 %, makespan 1 %, TTFT p90 and p99 2 %, KV mean 2 points,")
     print("           running and waiting within 5 %, ticks with more than one preempted 25 %, most preempted 30 %")
-    print("  to beat, a peer's own figures: TTFT +0.6 %, TPOT +0.2 %, latency +0.5 %; plain kernel sum: 2.8 / 1.0 / 1.7 %")
+    print(
+        "  to beat, a peer's own figures: TTFT +0.6 %, TPOT +0.2 %, latency +0.5 %; plain kernel sum: 2.8 / 1.0 / 1.7 %"
+    )
     _print_runs(RTX_4090, run, dict(costs_of(RTX_4090)))
 
 
@@ -101,7 +105,9 @@ def _print_runs(case: Case, run: RecordedRun, costs: dict[str, CostModel]) -> No
         errors = {metric.name: metric.error for metric in judged.metrics}
         print(f"  {label}: {twin.summary['num_gpu_blocks']:,} blocks, verdict {judged.verdict}")
         for name in ("ttft", "tpot", "e2el"):
-            figures = (f"{statistic} {errors[f'{name}_{statistic}_s']:+.2%}" for statistic in ("mean", "p50", "p90", "p99"))
+            figures = (
+                f"{statistic} {errors[f'{name}_{statistic}_s']:+.2%}" for statistic in ("mean", "p50", "p90", "p99")
+            )
             print(f"    {name:<9} {'  '.join(figures)}")
         print(f"    makespan  {errors['makespan_s']:+.2%}")
         for path in judged.trajectories:
@@ -165,7 +171,9 @@ def _print_rates(label: str, runs: dict[str, RecordedRun], simulate: Callable[[s
         twin = simulate(rate)
         tpot = np.nanmedian(twin.tpot_s) / np.nanmedian(run.tpot_s) - 1
         tails = [(float(np.percentile(run.ttft_s, q)), float(np.percentile(twin.ttft_s, q))) for q in (50, 90, 99)]
-        ttft = "  ".join(f"p{q} {a:.2f} s -> {b:.2f} s ({b / a - 1:+.0%})" for q, (a, b) in zip((50, 90, 99), tails, strict=True))
+        ttft = "  ".join(
+            f"p{q} {a:.2f} s -> {b:.2f} s ({b / a - 1:+.0%})" for q, (a, b) in zip((50, 90, 99), tails, strict=True)
+        )
         print(f"    {rate:>4} a second: TPOT p50 {tpot:+.1%}   TTFT {ttft}   {twin.summary['num_gpu_blocks']:,} blocks")
 
 

@@ -36,9 +36,7 @@ def cost_of(kind: str, model: str, ranks: int, quantization: str | None) -> Cost
 def steady_tpot_s(cost: CostModel, clients: int, prompt: int, output: int) -> float:
     """Mean TPOT of a closed loop: a decode step, and once in a request's life the prefill of every other client."""
     context = round(clients * (prompt + output / 2))
-    alone = to_s(
-        cost.step_fs(BatchShape(decode_seqs=clients, decode_context_tokens=context, sampled_seqs=clients))
-    )
+    alone = to_s(cost.step_fs(BatchShape(decode_seqs=clients, decode_context_tokens=context, sampled_seqs=clients)))
     mixed = BatchShape(
         prefill=((prompt, 0),), decode_seqs=clients, decode_context_tokens=context, sampled_seqs=clients + 1
     )
@@ -99,7 +97,9 @@ def errors(data: Path, kind: str) -> Any:
 
 def print_silicon(data: Path) -> None:
     """Medians by model, engine and tensor-parallel size, and the worst rows."""
-    print("\nL5 H100, 579 end-to-end rows (targets: TPOT median 8 % for vLLM, 12 % over all; TTFT 25 % where it can be judged)")
+    print(
+        "\nL5 H100, 579 end-to-end rows (targets: TPOT median 8 % for vLLM, 12 % over all; TTFT 25 % where it can be judged)"
+    )
     tables = {kind: errors(data, kind) for kind in ("profile", "roofline")}
     keys = ["model_path", "backend", "tp_size", "how"]
     median: Callable[[Any], float] = lambda values: float(values.abs().median())  # noqa: E731
@@ -114,7 +114,9 @@ def print_silicon(data: Path) -> None:
     for kind, table in tables.items():
         ttft = table["ttft_error"].dropna()
         by_engine = ", ".join(f"{name} {median(part):.1%}" for name, part in table.groupby("backend")["tpot_error"])
-        print(f"  {kind}: TPOT {by_engine}, all {median(table['tpot_error']):.1%}; TTFT (InferenceX rows) {median(ttft):.1%}")
+        print(
+            f"  {kind}: TPOT {by_engine}, all {median(table['tpot_error']):.1%}; TTFT (InferenceX rows) {median(ttft):.1%}"
+        )
     worst = tables["profile"].reindex(tables["profile"]["tpot_error"].abs().sort_values(ascending=False).index).head(5)
     for row in worst.itertuples():
         print(

@@ -35,7 +35,11 @@ class GpuTable(Table):
     """`[gpu]`: what it runs on."""
 
     gpu: str | None = Field(None, min_length=1, description="a GPU of the catalog, for example h100-sxm-80gb")
-    profile: str = Field("roofline", min_length=1, description="the cost model: a name or a profile file")
+    profile: str = Field(
+        "roofline",
+        min_length=1,
+        description="the cost model: roofline, auto (the nearest fitted profile), a profile's name or its file",
+    )
 
 
 class EngineTable(Table):

@@ -16,6 +16,7 @@ from sim.catalog.models import model_shape
 from sim.core.clock import to_fs
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
+from sim.core.eviction import EVICTIONS
 from sim.core.ladder import ACTIONS, LadderConfig, Rung
 from sim.core.plan import BatchShape, Durations, OomReport, ScheduledRequest, Segment, StepPlan, StepResult
 from sim.core.policy import Batching, Policy
@@ -243,6 +244,7 @@ policies = st.builds(
     batching=st.sampled_from(Batching),
     ladder=st.one_of(st.none(), ladders),
     swap=st.booleans(),
+    eviction=st.sampled_from(list(EVICTIONS)),
 )
 
 
@@ -393,6 +395,14 @@ def test_an_arrival_inside_a_stretch_starts_at_the_end_of_the_step_in_progress(a
     assert ticks(requests["long"].ended_fs) == 50 * STEP_TICKS
 
 
+def test_an_arrival_at_the_end_of_a_step_is_heard_however_late_it_was_announced() -> None:
+    """Its sender decides at tick 20, in the middle of the step that ends at tick 24, and of the last step of all."""
+    requests = served(by_hand(at(0, "long", 4, 50), at(20, "first", 4, 9), at(24, "second", 4, 9)))
+    assert [ticks(requests[name].scheduled_fs) for name in ("first", "second")] == [24, 24]
+    requests = served(by_hand(at(0, "last", 4, 3), at(20, "first", 4, 9), at(24, "second", 4, 9), max_num_seqs=2))
+    assert [ticks(requests[name].scheduled_fs) for name in ("first", "second")] == [24, 24]
+
+
 def test_an_arrival_one_femtosecond_after_a_step_waits_for_the_next() -> None:
     late = RequestSpec(request_id="late", arrival_s=24 * TICK_S + 1e-15, input_tokens=4, output_tokens=2)
     assert to_fs(late.arrival_s) == 24 * TICK + 1
@@ -489,6 +499,26 @@ def test_arrivals_at_the_same_moment_start_together_in_their_order() -> None:
     requests = served(by_hand(at(0, "long", 4, 50), at(20, "a", 4, 5), at(20, "b", 4, 5), at(20, "c", 4, 5)))
     assert [ticks(requests[name].scheduled_fs) for name in "abc"] == [24, 24, 24]
     assert requests["a"].order < requests["b"].order < requests["c"].order
+
+
+@pytest.mark.parametrize("eviction", list(EVICTIONS))
+def test_a_queued_prompt_whose_cached_head_is_evicted_may_need_less_than_before(eviction: str) -> None:
+    """Six blocks of four, chunks of at most four tokens, and only the next chunk must fit. An important request leaves three blocks of
+    a prompt, the first of which an unimportant one holds longer. The last to come finds all three, and cannot start: with its chunk it
+    would take four of three free blocks. If the next block taken is the head of what it finds, it finds nothing and needs one.
+    """
+    prompt = {"content_block_tokens": 4}
+    scenario = by_hand(
+        at(0, "important", 13, 1, content_ids=tuple("xxx"), **prompt),
+        at(4, "unimportant", 5, 3, content_ids=tuple("x"), priority=2, **prompt),
+        at(7 * STEP_TICKS, "takes blocks", 1, 30),
+        at(17 * STEP_TICKS, "waits", 16, 1, content_ids=tuple("xxxx"), **prompt),
+        num_gpu_blocks=6,
+        max_num_seqs=3,
+        max_num_batched_tokens=4,
+        reserve_full_prompt=False,
+    )
+    assert_leap_equals_step(replace(scenario, policy=Policy(eviction=eviction)))
 
 
 def test_a_shortage_of_blocks_ends_a_stretch_and_a_preemption_is_the_same_in_both() -> None:

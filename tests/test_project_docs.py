@@ -211,15 +211,16 @@ def flags_of_the_commands() -> dict[str, set[str]]:
 
     from experiments.cli import app
 
-    return {
-        name: {
+    def flags_of(command) -> set[str]:
+        own = {
             flag
             for parameter in command.params
             for flag in (*parameter.opts, *parameter.secondary_opts)
             if flag.startswith("--") and flag != "--help"
         }
-        for name, command in get_command(app).commands.items()
-    }
+        return own.union(*(flags_of(part) for part in getattr(command, "commands", {}).values()))
+
+    return {name: flags_of(command) for name, command in get_command(app).commands.items()}
 
 
 def test_every_command_and_every_flag_is_documented_and_no_other():

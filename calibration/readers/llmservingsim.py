@@ -54,7 +54,9 @@ def read_profile(folder: Path, tensor_parallel_size: int = 1) -> KernelProfile:
     tables = folder / f"tp{tensor_parallel_size}"
     if not tables.is_dir():
         there = ", ".join(sorted(path.name for path in folder.glob("tp*"))) or "none"
-        raise CalibrationError(f"{folder}: no tables for tensor-parallel size {tensor_parallel_size}; there are: {there}")
+        raise CalibrationError(
+            f"{folder}: no tables for tensor-parallel size {tensor_parallel_size}; there are: {there}"
+        )
     time = ("time_us",)
     return KernelProfile(
         folder=folder,
@@ -66,9 +68,7 @@ def read_profile(folder: Path, tensor_parallel_size: int = 1) -> KernelProfile:
             ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", *time),
             LEAST_ROWS["attention"],
         ),
-        per_sequence=read_csv(
-            tables / "per_sequence.csv", ("layer", "sequences", *time), LEAST_ROWS["per_sequence"]
-        ),
+        per_sequence=read_csv(tables / "per_sequence.csv", ("layer", "sequences", *time), LEAST_ROWS["per_sequence"]),
         skew=_skew(tables / "skew.csv"),
     )
 
@@ -76,7 +76,9 @@ def read_profile(folder: Path, tensor_parallel_size: int = 1) -> KernelProfile:
 def read_meta(path: Path) -> dict[str, str]:
     """The top-level `key: value` lines of a `meta.yaml`. Raises: CalibrationError without gpu, model or vllm_version."""
     if not path.is_file():
-        raise CalibrationError(f"{path}: missing; without it nobody can say what was measured, so the tables are refused")
+        raise CalibrationError(
+            f"{path}: missing; without it nobody can say what was measured, so the tables are refused"
+        )
     lines = re.findall(r"^(\w+):[ \t]*(\S.*?)[ \t]*$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     meta = {key: value.strip("'\"") for key, value in lines}
     for key in ("gpu", "model", "vllm_version"):

@@ -154,6 +154,25 @@ KINDS = (
         "",
         0.8,
     ),
+    # kvtwin's own pool.
+    _kind(
+        "double release",
+        r"block (?P<block>\d+) is released twice: first by",
+        Phase.AFTER_RELEASE,
+        Cause.DOUBLE_RELEASE,
+        "somebody gave back a block that nobody held any more",
+        "",
+        0.95,
+    ),
+    _kind(
+        "missing block",
+        r"block (?P<block>\d+) is missing: its reference count is",
+        Phase.AFTER_RELEASE,
+        Cause.LEAK,
+        "a block is counted as held, and no table has it",
+        "",
+        0.95,
+    ),
     # Pools of other engines.
     _kind(
         "no free blocks",

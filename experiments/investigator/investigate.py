@@ -43,6 +43,7 @@ RULES: tuple[Callable[[Case], Iterator[Verdict]], ...] = (
     rules_text.failure_texts,
     rules_text.fixed_size,
     rules_account.account,
+    rules_account.ordered_pool,
     rules_scheduler.scheduler_lines,
     rules_scheduler.request_log,
     rules_curve.curve_rules,

@@ -6,10 +6,27 @@ from collections.abc import Iterator
 
 from .case import Candidate, Case, Verdict
 from .diagnosis import Cause, Phase
-from .sizes import GIB
+from .fix_effects import ledger_with
+from .sizes import GIB, show
 
+_SURELY_MORE = 1.08
+"""The account's own error is at most 6 per cent of the blocks."""
 _LITTLE_GIB = 0.3
 """Less than this after the pool does not hold the graphs of any model."""
+
+
+def ordered_pool(case: Case) -> Iterator[Verdict]:
+    """A pool with more blocks than the budget holds: somebody ordered them."""
+    blocks, ledger = case.known.num_gpu_blocks, ledger_with(case)
+    if case.oom is None or not blocks or ledger is None or blocks <= _SURELY_MORE * ledger.num_gpu_blocks:
+        return
+    sentence = (
+        f"the pool has {blocks:,} blocks, and the budget holds {ledger.num_gpu_blocks:,} by the account: "
+        f"{show((blocks - ledger.num_gpu_blocks) * ledger.block_bytes)} were ordered beyond it"
+    )
+    yield Candidate(
+        cause=Cause.BUDGET, score=0.85, detail="pool ordered beyond it", evidence=(sentence,), phase=Phase.SERVING
+    )
 
 
 def account(case: Case) -> Iterator[Verdict]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from .case import Candidate, Case, Excluded, Verdict
 from .diagnosis import Cause, Phase
+from .fix_effects import ledger_with, line_bytes
 from .sizes import GIB, MIB, show
 
 _SNAPSHOT = (
@@ -113,10 +114,15 @@ def private_pools(case: Case) -> Iterator[Verdict]:
             f"{oom.private_pools} lie free in the pools of CUDA graphs, more than the {oom.tried} tried, and only "
             f"graphs may use them"
         )
+        score, evidence = min(0.85, 0.5 + share), [sentence]
+        expected = line_bytes(ledger_with(case), "cuda_graphs")
+        if expected is not None and oom.private_pools.low > expected + GIB:
+            score = 0.8
+            evidence.append(f"the account expects {show(expected)} for all graphs")
         yield Candidate(
             cause=Cause.CUDA_GRAPHS,
-            score=min(0.85, 0.5 + share),
-            evidence=(sentence,),
+            score=score,
+            evidence=tuple(evidence),
             phase=Phase.SERVING,
             effect_bytes=oom.private_pools.bytes,
         )
@@ -130,11 +136,16 @@ def other_process(case: Case) -> Iterator[Verdict]:
             yield Candidate(cause=Cause.OTHER_PROCESS, score=0.5, evidence=(f"the text says “{said}”",))
         return
     total = case.total_bytes
-    bonus, words = (0.2, (f"the text says “{said}”",)) if said else (0.0, ())
+    bonus = 0.2 if said else 0.0
+    words: tuple[str, ...] = (f"the text says “{said}”",) if said else ()
     held = sum(size.bytes for _, size in oom.others)
     if held:
         listed = ", ".join(f"process {pid} holds {size}" for pid, size in oom.others)
         share = held / (total or max(held * 4, 1.0))
+        util = case.known.gpu_memory_utilization
+        if util and total and held > (1.0 - util) * total:
+            bonus += 0.2
+            words += (f"a budget of {util:g} leaves {show((1.0 - util) * total)} to all others",)
         if held >= max(0.3 * GIB, 0.01 * (total or 0)):
             yield Candidate(
                 cause=Cause.OTHER_PROCESS,

@@ -13,9 +13,10 @@ _ENCODER = (
     r"get_multimodal_embeddings|get_image_features|vision_?tower|visual\.forward|vision_model|limit_mm_per_prompt|"
     r"multi-?modal|mm_encoder|\bencoder cache\b|dummy (?:image|video)"
 )
+_PROMPT_LOGPROBS = "prompt log-probabilities"
 _OPERATIONS = (
     ("multimodal encoder", _ENCODER),
-    ("prompt log-probabilities", r"prompt_?logprobs|log_softmax|compute_logprobs|gather_logprobs"),
+    (_PROMPT_LOGPROBS, r"prompt_?logprobs|log_softmax|compute_logprobs|gather_logprobs"),
     ("logits", r"compute_logits|logits_processor|_get_logits|lm_head"),
     ("sampler", r"topk_topp|apply_top_k|sampl(?:er|ing)\b|argsort|\bsort\("),
     (
@@ -125,7 +126,10 @@ def _verdict(case: Case, match: Match) -> Candidate:
         # As many rows as the engine has sequences at most, with graphs already there: the warm-up after capture.
         dummy = match.value in (case.known.max_num_seqs, 256, 1024) and oom.private_pools is not None
         phase = Phase.SAMPLER_WARM_UP if dummy else Phase.SAMPLING
-    return Candidate(cause=match.cause, score=score, detail=match.detail, evidence=tuple(evidence), phase=phase)
+    detail = match.detail
+    if operation == _PROMPT_LOGPROBS and detail.startswith("logits"):
+        detail = f"{_PROMPT_LOGPROBS}: {detail}"
+    return Candidate(cause=match.cause, score=score, detail=detail, evidence=tuple(evidence), phase=phase)
 
 
 def _operation(case: Case) -> tuple[str, str]:

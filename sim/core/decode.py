@@ -122,18 +122,17 @@ class DecodeSet:
         request.dropped_tokens += tokens
         self._dropped_sum += tokens
 
-    def passed(self, durations: Durations, computed: int, failed: bool) -> None:
-        """Steps were done, in the first `computed` of which every member computed a token; the last may have `failed`.
+    def passed(self, durations: Durations, total_fs: int, computed: int, failed: bool) -> None:
+        """Steps of `total_fs` together were done, in the first `computed` of which every member computed a token; the last may have
+        `failed`.
 
         Called before `advance`. A step that computes counts with the tokens it writes.
         """
-        total_fs = durations.total_fs
         self.busy_fs += total_fs
-        if not computed:
-            self.clock_fs += self.clock * total_fs
-            return
-        self.clock_fs += (self.clock + 1) * total_fs + durations.moment_fs(durations.steps)
-        if failed:  # it has the tokens of the step before it
+        self.clock_fs += (self.clock + (computed > 0)) * total_fs
+        if computed > 1:
+            self.clock_fs += durations.moment_fs(computed + failed)
+        if computed and failed:  # it has the tokens of the step before it
             self.clock_fs -= total_fs - durations.before_fs(computed)
 
     def _settle(self, request: Request) -> None:

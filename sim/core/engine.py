@@ -272,7 +272,7 @@ class EngineCore:
             tokens -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
             request.token_fs += tokens * total_fs
             written += tokens
-        decode.passed(result.durations, computed if members else 0, result.oom is not None)
+        decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
         first_gap_fs = None
         if members:
             first_end_fs = plan.start_fs + result.durations.before_fs(1)

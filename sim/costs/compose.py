@@ -39,7 +39,8 @@ def composed_terms(
     quantization: str | None,
     kv_cache_dtype: str,
     notes: list[str],
-    **costs: float,
+    copy_block_s: float,
+    swap_block_s: float,
 ) -> StepTerms:
     """The terms of `model` on one of `tensor_parallel_size` ranks. `quantization` and `kv_cache_dtype` are final, not `auto`.
 
@@ -85,7 +86,8 @@ def composed_terms(
         max_tokens=int(limits["max_tokens"]),
         max_seqs=int(limits["max_seqs"]),
         max_context_tokens=int(limits["max_context_tokens"]),
-        **costs,
+        copy_block_s=copy_block_s,
+        swap_block_s=swap_block_s,
     )
 
 

@@ -36,10 +36,7 @@ class Line:
 
     def __call__(self, x: float) -> float:
         """Value at `x`; never below 0."""
-        if x <= self.x[0] or len(self.x) == 1:
-            return self.y[0]
-        i, share = locate(self.x, x)
-        return max(0.0, self.y[i] + share * (self.y[i + 1] - self.y[i]))
+        return along(self.x, self.y, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,11 @@ class Grid:
 
     def __call__(self, x: float, y: float) -> float:
         """Value at `(x, y)`; never below 0."""
-        return Line(self.y, self.row(x))(y)
+        if x <= self.x[0] or len(self.x) == 1:
+            return along(self.y, self.z[0], y)
+        i, share = locate(self.x, x)
+        low, high = along(self.y, self.z[i], y), along(self.y, self.z[i + 1], y)
+        return max(0.0, low + share * (high - low))
 
     def row(self, x: float) -> tuple[float, ...]:
         """The values over `y` at `x` `[columns]`."""
@@ -70,6 +71,14 @@ class Grid:
             return self.z[0]
         i, share = locate(self.x, x)
         return tuple(max(0.0, low + share * (high - low)) for low, high in zip(self.z[i], self.z[i + 1], strict=True))
+
+
+def along(knots: Sequence[float], values: Sequence[float], x: float) -> float:
+    """Value at `x` of the line through `(knots[i], values[i])`: constant before the first knot, never below 0."""
+    if x <= knots[0] or len(knots) == 1:
+        return values[0]
+    i, share = locate(knots, x)
+    return max(0.0, values[i] + share * (values[i + 1] - values[i]))
 
 
 def locate(knots: Sequence[float], x: float) -> tuple[int, float]:
@@ -112,18 +121,20 @@ class IntegerLine:
         """
         segments: list[Segment] = []
         while steps:
-            if start < self.knots[0]:
-                slope, end = 0, self.knots[0]
-            else:
-                i = self._interval(start)
-                slope = self.slopes[i]
-                end = self.knots[i + 1] if i + 2 < len(self.knots) else None
+            slope, end = self._piece(start)
             # A step exactly on a knot lies on both pieces, so the piece may include it; the next begins after it.
             taken = steps if end is None else min(steps, (end - start) // stride + 1)
             segments.append(Segment(taken, self(start) + plus_fs, slope * stride))
             start += taken * stride
             steps -= taken
         return tuple(segments)
+
+    def _piece(self, x: int) -> tuple[int, int | None]:
+        """Slope at `x`, and the knot up to which it holds; None after the last."""
+        if x < self.knots[0]:
+            return 0, self.knots[0]
+        i = self._interval(x)
+        return self.slopes[i], self.knots[i + 1] if i + 2 < len(self.knots) else None
 
     def _interval(self, x: int) -> int:
         return min(bisect_right(self.knots, x) - 1, len(self.knots) - 2)

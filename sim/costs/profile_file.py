@@ -106,8 +106,8 @@ def read_profile(path: Path) -> ProfileFile:
     )
 
 
-def model_terms(profile: ProfileFile, **device: float) -> StepTerms:
-    """The terms of a `model` profile; `device` gives what no kernel table holds: `copy_block_s`, `swap_block_s`.
+def model_terms(profile: ProfileFile, *, copy_block_s: float, swap_block_s: float) -> StepTerms:
+    """The terms of a `model` profile; the arguments are what no kernel table holds.
 
     Raises: ConfigError for a missing or malformed term.
     """
@@ -132,7 +132,8 @@ def model_terms(profile: ProfileFile, **device: float) -> StepTerms:
             max_tokens=int(limits["max_tokens"]),
             max_seqs=int(limits["max_seqs"]),
             max_context_tokens=int(limits["max_context_tokens"]),
-            **device,
+            copy_block_s=copy_block_s,
+            swap_block_s=swap_block_s,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{profile.where}: a term is missing or malformed: {type(error).__name__} {error}") from error

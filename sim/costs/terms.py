@@ -15,6 +15,10 @@ from .piecewise import Grid, Line
 
 TILE = 128
 """Queries that a tile of the attention kernels holds."""
+NO_SKEW = Line((1.0,), (0.0,))
+"""Contexts count by their mean."""
+NO_OVERLAP = Line((1.0,), (1.0,))
+"""Prefill and decodes take their sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +38,19 @@ class StepTerms:
     mixed: Grid
     """Attention of the decodes of a step that also has prefill chunks, axes as `decode`. Engines run both in one call, whose kernel
     is made for long queries: a decode costs more in it."""
-    overlap: Line = Line((1.0,), (1.0,))
+    overlap: Line = NO_OVERLAP
     """Exponent q by tiles of queries in the call (one a decode, one a `TILE` tokens of chunk): prefill p and decodes d take
     `(p^q + d^q)^(1/q)` together, from the longer of both (large q, an emptier GPU) to their sum (1)."""
     mixed_tile_s: float = 0.0
     """What each decode adds to such a step for every token of its longest chunk: the kernel's grid is (sequences x longest query)."""
     chunk_launch_s: float = 0.0
     """Part of a chunk's attention that several chunks in one call pay once."""
-    decode_skew: Line = Line((1.0,), (0.0,))
+    decode_skew: Line = NO_SKEW
     """By sequences: share of its attention time that a batch gains for each unit by which its longest context exceeds its mean.
 
     Work is spread over the GPU sequence by sequence, so that the longest are finished last.
     """
-    mixed_skew: Line = Line((1.0,), (0.0,))
+    mixed_skew: Line = NO_SKEW
     """The same in steps with prefill chunks."""
     step_s: float = 0.0
     """Host and launch time of a step that the device does not hide."""

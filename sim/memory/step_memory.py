@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from sim.catalog.dtypes import DTYPE_BYTES
 from sim.catalog.gpus import Gpu
@@ -27,6 +26,9 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 """Extra work of a step: log-probabilities of all its prompt tokens."""
 PLAIN_ATTENTION = "plain_attention"
 """Extra work of a step: attention writes out the scores of every pair of tokens."""
+
+
+_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ class StepMemory:
 
     def __init__(self, model: ModelShape, gpu: Gpu, settings: Settings, *, samples: bool = True) -> None:
         self._model, self._gpu, self._settings = model, gpu, settings
+        self._plain = settings.plain_attention
         self._element = DTYPE_BYTES[settings.dtype]
         self.demands = _demands(model, gpu, settings, samples=samples)
         """The phases of a step."""
@@ -85,28 +88,33 @@ class StepMemory:
             "prompt_logprobs", lambda tokens, rows: prompt_logprobs_peak(model, settings, tokens=tokens).ops
         )
         self._known: dict[tuple[int, int, int, int], Need] = {}
+        self._last_shape: BatchShape | None = None
+        self._last_extra: frozenset[str] = _NOTHING
+        self._last = Need(0, "decode")
 
-    def need(self, shape: BatchShape, steps: int = 1, extra: frozenset[str] = frozenset()) -> Need:
+    def need(self, shape: BatchShape, steps: int = 1, extra: frozenset[str] = _NOTHING) -> Need:
         """What the widest of `steps` repetitions of the step `shape` needs; `extra` names unprofiled work that it does too.
 
         Only plain attention grows within a stretch, with the context: its last step is the widest. Everything else depends on
         tokens and rows alone, so a stretch costs what a step costs, and that is looked up.
         """
-        tokens = prefill = shape.decode_seqs
-        for num_tokens, _ in shape.prefill:
-            tokens += num_tokens
-        prefill = tokens - shape.decode_seqs
-        asked = prefill if PROMPT_LOGPROBS in extra else 0
-        if PLAIN_ATTENTION in extra or self._settings.plain_attention:
+        if self._plain or PLAIN_ATTENTION in extra:
             widest = max(self._peaks(shape, steps, extra), key=lambda peak: peak.bytes)
             return Need(widest.bytes, widest.phase)
-        key = (tokens, shape.sampled_seqs, shape.decode_seqs, asked)
+        if shape is self._last_shape and extra is self._last_extra:
+            return self._last  # whoever records a step asks again
+        decode_seqs = tokens = shape.decode_seqs
+        for num_tokens, _ in shape.prefill:
+            tokens += num_tokens
+        asked = tokens - decode_seqs if PROMPT_LOGPROBS in extra else 0
+        key = (tokens, shape.sampled_seqs, decode_seqs, asked)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._price(*key)
+        self._last_shape, self._last_extra, self._last = shape, extra, known
         return known
 
-    def widest(self, shape: BatchShape, steps: int = 1, extra: frozenset[str] = frozenset()) -> Peak:
+    def widest(self, shape: BatchShape, steps: int = 1, extra: frozenset[str] = _NOTHING) -> Peak:
         """The same, operator by operator, in the order in which they are asked for. For the last of `steps` steps."""
         return max(self._peaks(shape, steps, extra), key=lambda peak: peak.bytes)
 
@@ -133,7 +141,7 @@ class StepMemory:
             ops = [_op(term, tokens, rows) for term in demand.terms]
             if demand.is_attention:
                 ops += self._partials(shape.decode_seqs)
-                if PLAIN_ATTENTION in extra or self._settings.plain_attention:
+                if self._plain or PLAIN_ATTENTION in extra:
                     ops += self._scores(shape, steps)
             phase = forward if demand.phase == "prefill" else demand.phase
             peaks.append(Peak(phase=phase, ops=tuple(ops), profiled=demand.phase != "verification"))
@@ -160,11 +168,6 @@ class StepMemory:
         return plain_attention_ops(kind, keys, tp, self._element, queries=queries) if keys else []
 
 
-def _ops_at(forward: Callable[[int, int], tuple[Peak, ...]], index: int, tokens: int, rows: int) -> tuple[Op, ...]:
-    """The ops of one of the peaks of a forward pass."""
-    return _common_first(forward(tokens, rows)[index].ops)
-
-
 def _demands(model: ModelShape, gpu: Gpu, settings: Settings, *, samples: bool) -> tuple[Demand, ...]:
     """Every phase of a step that serves: the profile's, without what only the profile does."""
     serving = replace(settings, plain_attention=False)
@@ -172,10 +175,12 @@ def _demands(model: ModelShape, gpu: Gpu, settings: Settings, *, samples: bool) 
     def forward(tokens: int, rows: int) -> tuple[Peak, ...]:
         return forward_peaks(model, gpu, serving, tokens=tokens, tuned=False)
 
+    def operator(index: int) -> Callable[[int, int], Sequence[Op]]:
+        return lambda tokens, rows: _common_first(forward(tokens, rows)[index].ops)
+
     found = []
     for index in range(len(forward(1, 1))):
-        demand = _affine("prefill", partial(_ops_at, forward, index))
-        found.append(replace(demand, is_attention=index < len(model.attention)))
+        found.append(replace(_affine("prefill", operator(index)), is_attention=index < len(model.attention)))
     if not samples:
         return tuple(found)
     found.append(

@@ -14,12 +14,15 @@ FLASHINFER_BUFFER_BYTES = 394 * MIB
 """What vLLM gives FlashInfer. **Source:** VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, vLLM 0.10 and later."""
 
 
+CUBLAS = "cuBLAS workspace"
+
+
 def cublas_workspace(gpu: Gpu) -> Op:
     """Workspace PyTorch keeps for cuBLAS. **Source:** PyTorch 2.x, `CUBLAS_WORKSPACE_CONFIG` defaults: 32 MiB on data-centre
     Hopper and Blackwell, 8.1 MiB elsewhere.
     """
     size = 32 * MIB if gpu.compute_capability in ((9, 0), (10, 0)) else 8 * MIB + (128 << 10)
-    return Op(name="cuBLAS workspace", requested_bytes=size, formula=f"{size} B")
+    return Op(name=CUBLAS, requested_bytes=size, formula=f"{size} B")
 
 
 def moe_workspace(model: ModelShape, tokens: int, tensor_parallel_size: int, element_bytes: int) -> Op | None:

@@ -15,6 +15,7 @@ from sim.catalog.gpus import GIB
 from sim.core.clock import FS_PER_S
 from sim.core.request import Request
 
+_NOTHING = Fraction()
 BILL_COLUMNS: dict[str, str] = {
     "request_id": "text",
     "tenant": "text",
@@ -60,7 +61,7 @@ def bill_of(request: Request, block_size: int) -> Bill:
         held_fs=request.kv_block_fs,
         shared_fs=sum(request.shared_fs.values()),
         saved_fs=sum(
-            (Fraction(time_fs * (holders - 1), holders) for holders, time_fs in request.shared_fs.items()), Fraction()
+            (Fraction(time_fs * (holders - 1), holders) for holders, time_fs in request.shared_fs.items()), _NOTHING
         ),
         unfilled_slot_fs=request.kv_block_fs * block_size - request.token_fs,
     )
@@ -70,7 +71,8 @@ def bill_columns(requests: Sequence[Request], block_size: int, block_bytes: int)
     """The columns of bill.csv, one value a request. `block_bytes` are those of one block on one rank."""
     bills = [bill_of(request, block_size) for request in requests]
     gib = block_bytes / GIB
-    owed_s = [float(bill.owed_fs / FS_PER_S) for bill in bills]
+    owed_fs = [bill.owed_fs for bill in bills]
+    owed_s = [owed.numerator / (owed.denominator * FS_PER_S) for owed in owed_fs]
     return {
         "request_id": [request.request_id for request in requests],
         "tenant": [request.spec.tenant for request in requests],
@@ -78,10 +80,10 @@ def bill_columns(requests: Sequence[Request], block_size: int, block_bytes: int)
         "kv_gib_seconds": [owed * gib for owed in owed_s],
         "held_block_seconds": [bill.held_fs / FS_PER_S for bill in bills],
         "shared_block_seconds": [bill.shared_fs / FS_PER_S for bill in bills],
-        "saved_block_seconds": [float(bill.saved_fs / FS_PER_S) for bill in bills],
+        "saved_block_seconds": [bill.saved_fs.numerator / (bill.saved_fs.denominator * FS_PER_S) for bill in bills],
         "wasted_block_seconds": [bill.unfilled_slot_fs / (block_size * FS_PER_S) for bill in bills],
         "waste_share": [bill.unfilled_slot_fs / (bill.held_fs * block_size) if bill.held_fs else 0.0 for bill in bills],
         "peak_blocks": [request.peak_blocks for request in requests],
         "peak_gib": [request.peak_blocks * gib for request in requests],
-        "kv_block_fs": [str(bill.owed_fs) for bill in bills],
+        "kv_block_fs": [str(owed) for owed in owed_fs],
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sim.core.clock import to_s
+from sim.core.clock import FS_PER_S
 
 from .memory_record import MemoryRecord
 from .recorder import Recorder, Row, RunRecord
@@ -52,8 +52,12 @@ def memory_columns(record: RunRecord) -> dict[str, list[Any]]:
     recorder = tightest(record)
     if recorder is None or recorder.memory is None:
         return {}
-    samples = list(_samples(recorder, recorder.memory))
-    return {name: [sample[at] for sample in samples] for at, name in enumerate(MEMORY_COLUMNS)}
+    columns: dict[str, list[Any]] = {name: [] for name in MEMORY_COLUMNS}
+    appends = [column.append for column in columns.values()]
+    for sample in _samples(recorder, recorder.memory):
+        for append, value in zip(appends, sample, strict=True):
+            append(value)
+    return columns
 
 
 def _least_headroom(recorder: Recorder) -> tuple[int, int]:
@@ -65,32 +69,41 @@ def _samples(recorder: Recorder, memory: MemoryRecord) -> Iterator[tuple[Any, ..
     device, replica = memory.device, recorder.replica
     block_bytes = device.block_bytes(recorder.core.pool.num_blocks)
     steady = None if device.faults else device.at(0)
-    kept = 0
+    total, kept = device.total_bytes, 0
 
     def sample(time_fs: int, row: Row | None) -> tuple[Any, ...]:
         nonlocal kept
         held = steady or device.at(time_fs)
-        known = None if row is None else row.memory
-        used = 0 if row is None else row.used_blocks_end * block_bytes
-        if known is not None:
-            kept = max(kept, min(known.workspace_bytes, held.left_bytes))
-        allocated = held.tensors_bytes + held.private_bytes + used
-        reserved = allocated + kept + held.stuck_bytes + held.pending_bytes + held.cached_bytes
+        used = running = tokens = workspace = 0
+        widest, phase, headroom = "", "idle", held.left_bytes
+        if row is not None and row.memory is not None:
+            memory = row.memory
+            used, running, tokens, workspace = (
+                row.used_blocks_end * block_bytes,
+                row.running,
+                memory.tokens,
+                memory.workspace_bytes,
+            )
+            widest, phase, headroom = memory.phase, "prefill" if row.prefill_tokens else "decode", memory.headroom_bytes
+            if workspace > kept:
+                kept = max(kept, min(workspace, held.left_bytes))
+        tensors = held.tensors_bytes + held.private_bytes
+        reserved = tensors + used + kept + held.stuck_bytes + held.pending_bytes + held.cached_bytes
         return (
-            to_s(time_fs),
-            allocated,
+            time_fs / FS_PER_S,
+            tensors + used,
             reserved,
             reserved + held.non_torch_bytes,
-            device.total_bytes,
-            0 if row is None else row.running,
-            0 if known is None else known.tokens,
-            "idle" if row is None else "prefill" if row.prefill_tokens else "decode",
-            0 if known is None else known.workspace_bytes,
-            "" if known is None else known.phase,
-            held.left_bytes if known is None else known.headroom_bytes,
+            total,
+            running,
+            tokens,
+            phase,
+            workspace,
+            widest,
+            headroom,
             used,
             held.kv_pool_bytes - used,
-            held.tensors_bytes + held.private_bytes,
+            tensors,
             held.non_torch_bytes,
             held.others_bytes,
             replica,

@@ -14,6 +14,7 @@ from sim.core.plan import Durations, Executor, OomReport, StepPlan, StepResult
 from sim.memory.device import Device
 from sim.memory.ops import Peak
 from sim.memory.rounding import reserved_bytes
+from sim.memory.workspaces import CUBLAS
 
 
 class WorkspaceExecutor:
@@ -28,6 +29,8 @@ class WorkspaceExecutor:
         if device.faults.double_release_due(plan.start_fs):
             self._release_twice(plan)
         result = self._inner.execute(plan)
+        if not device.faults and device.steps.need(plan.shape, plan.repeat).bytes <= device.workspace_bytes:
+            return result  # nothing changes with time, and the last step is the widest
         step = self._first_failure(plan, result.durations)
         return result if step is None else self._fail(plan, result, step)
 
@@ -60,8 +63,11 @@ class WorkspaceExecutor:
 
 def what_fails(peak: Peak, left_bytes: int) -> OomReport:
     """The operator of `peak` that does not fit into `left_bytes` when they are asked for in order, and what was free then."""
-    alive = 0
-    for op in peak.ops:
+    # The workspace of cuBLAS was taken by the first step of all and is kept.
+    kept = [op for op in peak.ops if op.name == CUBLAS]
+    alive = sum(op.allocated_bytes for op in kept)
+    op = peak.ops[-1]
+    for op in (op for op in peak.ops if op not in kept):
         if alive + op.allocated_bytes > left_bytes:
             break
         alive += op.allocated_bytes

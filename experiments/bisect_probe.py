@@ -1,0 +1,165 @@
+"""One question of a bisection: does this load fail in this engine? Answers are kept, in memory and in a file to go on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.core.config import ConfigError
+from sim.core.request import Outcome, RequestSpec
+from sim.scenario import Scenario, ScenarioError
+from sim.scenario_errors import nearest
+
+if TYPE_CHECKING:
+    from sim.results.recorder import RunRecord
+
+PREDICATES: dict[str, str] = {
+    "any": "a step runs out of memory or a request fails",
+    "oom": "a step runs out of memory",
+    "failed": "a request fails",
+    "preempted": "a request is preempted",
+    "rejected": "a request is rejected",
+    "timed_out": "a client gives up waiting",
+}
+"""What can count as a failure, and in words."""
+_OUTCOMES = {"failed": Outcome.FAILED, "rejected": Outcome.REJECTED, "timed_out": Outcome.TIMED_OUT}
+_VERSION = 1
+
+
+def predicate(name: str) -> Callable[[RunRecord], bool]:
+    """The predicate of that name, or `module:function` of a `RunRecord`. Raises ConfigError."""
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            found: Callable[[RunRecord], bool] = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"--fails {name!r} cannot be loaded: {error}") from None
+        return found
+    if name not in PREDICATES:
+        raise ConfigError(
+            f"--fails is {name!r}; nearest is {nearest(name, tuple(PREDICATES))} (known are {', '.join(PREDICATES)}, or module:function)"
+        )
+    if name == "oom":
+        return _ran_out
+    if name == "any":
+        return lambda record: _ran_out(record) or _ended(record, Outcome.FAILED)
+    if name == "preempted":
+        return lambda record: any(request.num_preemptions for request in record.requests)
+    return lambda record: _ended(record, _OUTCOMES[name])
+
+
+def _ran_out(record: RunRecord) -> bool:
+    return any(recorder.core.oom_events for recorder in record.recorders)
+
+
+def _ended(record: RunRecord, outcome: Outcome) -> bool:
+    return any(request.outcome is outcome for request in record.requests)
+
+
+class Probe:
+    """Runs loads in the engine of a scenario."""
+
+    def __init__(self, scenario: Scenario, fails: str, state: Path | None, progress: Callable[[int], None]) -> None:
+        from sim.resolve import resolve
+        from sim.simulation import build_workload
+
+        self.scenario = scenario
+        self._fails = predicate(fails)
+        resolved = resolve(scenario)
+        self.num_gpu_blocks = resolved.ledger.num_gpu_blocks
+        """Blocks of the pool, which are kept when the batch is made smaller."""
+        self.max_num_seqs: int = resolved["engine"]["max_num_seqs"]
+        """The batch of the scenario."""
+        self.requests = build_workload(resolved).requests
+        """The whole load."""
+        self.runs = 0
+        """Loads that were judged, those a state file remembered included."""
+        self._progress = progress
+        self._state = state
+        told = {"version": _VERSION, "scenario": resolved.as_dict(), "fails": fails, "load": _key(self.requests, {})}
+        self._about = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+        self._known: dict[str, bool] = self._read_state()
+        self._asked: set[str] = set()
+        self._engines: dict[str, Any] = {}
+
+    def fails(self, requests: Sequence[RequestSpec], **changes: Any) -> bool:
+        """Whether `requests` fail, with `changes` to the engine."""
+        if not requests:
+            return False
+        key = _key(requests, changes)
+        if key not in self._asked:
+            self._asked.add(key)
+            self.runs += 1
+            self._progress(self.runs)
+        if key not in self._known:
+            self._known[key] = self._fails(self._run(requests, changes))
+            self._write_state()
+        return self._known[key]
+
+    def _run(self, requests: Sequence[RequestSpec], changes: dict[str, Any]) -> RunRecord:
+        from sim.world.run import run_world
+
+        name = json.dumps(changes, sort_keys=True)
+        if name not in self._engines:
+            self._engines[name] = _engine(self.scenario.with_(**changes))
+        config, prices, policy, memory, limit, run, concurrency = self._engines[name]
+        return run_world(
+            config,
+            prices,
+            sorted(requests, key=lambda spec: spec.arrival_s),
+            replicas=run["replicas"],
+            router=run["router"],
+            max_concurrency=concurrency,
+            stepping=run["stepping"],
+            check=run["check"],
+            policy=policy,
+            device=memory,
+            memory_limit=limit,
+        )
+
+    def _read_state(self) -> dict[str, bool]:
+        """Answers of an earlier bisection of the same load. Raises ScenarioError for a file that is another's."""
+        if self._state is None or not self._state.exists():
+            return {}
+        try:
+            kept = json.loads(self._state.read_text(encoding="utf-8"))
+            about, answers = kept["about"], {str(key): bool(value) for key, value in kept["answers"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ScenarioError(
+                f"{self._state}: not a state file of kvtwin bisect; remove it or name another"
+            ) from None
+        if about != self._about:
+            raise ScenarioError(
+                f"{self._state}: belongs to another load, scenario or --fails; remove it or name another file"
+            )
+        return answers
+
+    def _write_state(self) -> None:
+        if self._state is not None:
+            from sim.results.files import write_json
+
+            write_json(self._state, {"about": self._about, "answers": self._known})
+
+
+def _engine(scenario: Scenario) -> tuple[Any, ...]:
+    """Everything of a run but its requests, made once."""
+    from sim.policy_choice import choose_policy
+    from sim.resolve import resolve
+    from sim.simulation import cost_model, device, engine_config, has_memory_limit
+
+    resolved = resolve(scenario)
+    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
+    memory = device(resolved)
+    limit = has_memory_limit(resolved, memory)
+    concurrency = resolved["workload"]["max_concurrency"]
+    return config, cost_model(resolved), policy, memory, limit, resolved["run"], concurrency
+
+
+def _key(requests: Sequence[RequestSpec], changes: dict[str, Any]) -> str:
+    """Stands for a load and an engine."""
+    text = f"{list(requests)} {sorted(changes.items())}"
+    return hashlib.sha256(text.encode()).hexdigest()

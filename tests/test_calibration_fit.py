@@ -1,0 +1,263 @@
+"""Fits recover what they were given, judge themselves on points they did not see, and refuse what they cannot use."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from calibration.attention import fit_attention, fullness, together
+from calibration.document import write
+from calibration.errors import CalibrationError
+from calibration.fit_model import fit_model_profile
+from calibration.host import fit_host
+from calibration.readers.llmservingsim import read_profile
+from calibration.sources import fit_source
+from calibration.split import held_out_mask
+from calibration.steps import LEAST_STEPS, TERMS, fit_steps
+from calibration.tables import checked
+from calibration.tent import fit_grid, fit_line, never_falling, robust_nonnegative
+from experiments.validate_loop import INJECTED, coverage, logged_steps
+from sim.core.config import ConfigError
+from sim.costs.library import FOLDER, profile_names
+from sim.costs.profile_file import read_profile as read_document
+
+RNG = np.random.default_rng(7)
+
+
+# ── the numeric core ─────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_table_is_recovered_from_scattered_points() -> None:
+    knots = (1.0, 10.0, 100.0)
+    x = RNG.uniform(1, 100, 200)
+    fit = fit_line(x, np.interp(x, knots, (2.0, 3.0, 30.0)), knots)
+    assert fit.values == pytest.approx([2.0, 3.0, 30.0], rel=1e-6)
+    assert fit.unidentified == 0
+
+
+def test_one_wild_measurement_in_twenty_changes_little() -> None:
+    x = np.tile(np.linspace(1, 100, 40), 5)
+    time = 5 + 0.1 * x
+    time[::20] *= 6
+    fit = fit_line(x, time, (1.0, 100.0))
+    assert fit.values == pytest.approx([5.1, 15.0], rel=0.03)
+
+
+def test_a_knot_without_measurements_is_flagged_and_continued() -> None:
+    x, y = (axis.ravel() for axis in np.meshgrid([1.0, 2.0, 4.0], [10.0, 20.0, 40.0]))
+    inner = y < 40
+    fit = fit_grid(x[inner], y[inner], (x * y)[inner], (1.0, 2.0, 4.0), (10.0, 20.0, 40.0))
+    assert fit.unidentified == 3
+    assert fit.values[:, 2] == pytest.approx([40.0, 80.0, 160.0], rel=1e-6)
+
+
+def test_coefficients_are_never_negative_and_units_do_not_matter() -> None:
+    design = np.stack([np.ones(50), np.linspace(0, 1e9, 50)], axis=1)
+    assert robust_nonnegative(design, 3 + 2e-9 * design[:, 1]).values == pytest.approx([3, 2e-9], rel=1e-6)
+    falling = robust_nonnegative(design, 30 - 2e-8 * design[:, 1])
+    assert (falling.values >= 0).all()
+
+
+def test_never_falling_lies_between_the_tables_above_and_below() -> None:
+    assert never_falling(np.asarray([1.0, 3.0, 2.0, 4.0])).tolist() == [1.0, 2.5, 2.5, 4.0]
+
+
+def test_the_split_is_frozen() -> None:
+    assert held_out_mask(10).sum() == 2
+    assert (held_out_mask(1000) == held_out_mask(1000)).all()
+
+
+# ── the loop tests itself ────────────────────────────────────────────────────────────────────────────────────────────
+def test_an_injected_cost_vector_is_recovered_within_a_hundredth_of_a_per_cent_without_noise() -> None:
+    fit = fit_steps(logged_steps(1), resamples=2)
+    assert fit.unidentified == ()
+    assert fit.values == pytest.approx(INJECTED, rel=1e-4)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+    share, fit = coverage(10)
+    assert 0.8 <= share <= 1.0
+    assert fit.values["base_s"] == pytest.approx(INJECTED["base_s"], rel=0.01)
+    assert fit.values["per_token_s"] == pytest.approx(INJECTED["per_token_s"], rel=0.01)
+
+
+def test_steps_that_are_all_alike_identify_nothing() -> None:
+    log = logged_steps(1)
+    with pytest.raises(CalibrationError, match=f"at least {LEAST_STEPS}"):
+        fit_steps(log[:10])
+    fit = fit_steps([log[100]] * 60, resamples=2)
+    assert set(fit.unidentified) == set(TERMS)
+
+
+def test_host_time_is_recovered_and_one_observation_tells_only_the_step() -> None:
+    def predict(step_s: float, seq_s: float) -> np.ndarray:
+        return np.asarray([0.02 + step_s + 8 * seq_s, 0.04 + step_s + 64 * seq_s])
+
+    fit = fit_host(predict, predict(5e-4, 1e-5))
+    assert (fit.step_s, fit.seq_s) == pytest.approx((5e-4, 1e-5), rel=1e-6)
+    one = fit_host(lambda step, seq: predict(step, seq)[:1], np.asarray([0.0205]))
+    assert one.identified == ("step_s",)
+    assert one.step_s == pytest.approx(5e-4)
+    assert fit_host(predict, predict(0.0, 0.0) * 0.9).step_s == 0.0, "kernels already too slow: no negative host time"
+
+
+# ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def synthetic_calls() -> tuple[np.ndarray, np.ndarray]:
+    """Calls of a card whose attention is known: 10 us to start, and so much a pair and a context token."""
+    rows = []
+    sizes, lengths = (1, 2, 4, 8, 16, 32, 64, 128), (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    for chunk in (0, 16, 32, 64, 128, 256, 512, 1024, 2048):
+        for context in (0, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if chunk else (0,):
+            for n in (0, *sizes) if chunk else sizes:
+                rows += [(chunk, context, n, kv) for kv in (lengths if n else (0,))]
+    calls = np.asarray(rows, dtype=np.float64)
+    chunk, context, n, kv = calls.T
+    prefill = 10 + 2e-4 * chunk * (context + chunk / 2)
+    beside = 8 + 0.008 * n * kv
+    mixed = together(prefill, beside, np.where(fullness(n, chunk) < 5, 8.0, 1.0)) + 1e-3 * n * chunk
+    alone = 8 + 0.004 * n * kv
+    return calls, np.where(chunk == 0, alone, np.where(n == 0, prefill, mixed))
+
+
+def test_attention_of_a_known_card_is_recovered() -> None:
+    calls, time_us = synthetic_calls()
+    fit = fit_attention(calls, time_us)
+    assert fit.mixed_tile_us == pytest.approx(1e-3, rel=0.02)
+    error = np.abs(fit.predict(calls) / time_us - 1)
+    assert np.median(error) < 0.02
+    many = (calls[:, 2] >= 16) & (calls[:, 0] > 0)
+    assert np.quantile(error[many], 0.95) < 0.08
+
+
+def test_too_few_calls_of_a_kind_are_refused() -> None:
+    calls, time_us = synthetic_calls()
+    keep = (calls[:, 0] == 0) | (calls[:, 2] == 0)
+    with pytest.raises(CalibrationError, match="0 measured mixed calls cannot identify"):
+        fit_attention(calls[keep], time_us[keep])
+
+
+# ── tables that cannot be used ───────────────────────────────────────────────────────────────────────────────────────
+def test_a_table_in_another_unit_is_refused_by_name() -> None:
+    table = pd.DataFrame({"tokens": [1, 2], "time_ms": [1.0, 2.0]})
+    with pytest.raises(CalibrationError, match=r"'time_us' is missing.*'time_ms' instead, which is another unit"):
+        checked(table, ("tokens", "time_us"), "t.csv", 1)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"a": [1.0]}, "column 'b' is missing; it has a"),
+        ({"b": [1.0, float("nan")]}, "row 2 has b = nan"),
+        ({"b": [-1.0, 2.0]}, r"row 1 has b = -1.0; a finite number, at least 0"),
+        ({"b": [1.0]}, "1 rows are too few"),
+    ],
+)
+def test_a_bad_table_is_refused(table: dict[str, list[float]], message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        checked(pd.DataFrame(table), ("b",), "t.csv", 2)
+
+
+def kernel_folder(folder: Path, **files: str | None) -> Path:
+    """A small LLMServingSim kernel profile of the known card; `files` replaces or removes parts."""
+    calls, time_us = synthetic_calls()
+    attention = pd.DataFrame(calls.astype(int), columns=["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"])
+    tokens = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    dense = [
+        (op, count, 5 + 0.05 * count)
+        for op in ("qkv_proj", "o_proj", "layernorm", "act_fn", "embedding")
+        for count in tokens
+    ]
+    rows = [(op, count, 20 + 0.5 * count) for op in ("lm_head", "sampler") for count in tokens[:9]]
+    parts = {
+        "meta.yaml": "gpu: NVIDIA GeForce RTX 4090\nmodel: meta-llama/Llama-3.1-8B\nvllm_version: 0.19.0\n",
+        "tp1/attention.csv": attention.assign(time_us=time_us).to_csv(index=False),
+        "tp1/dense.csv": pd.DataFrame(dense, columns=["layer", "tokens", "time_us"]).to_csv(index=False),
+        "tp1/per_sequence.csv": pd.DataFrame(rows, columns=["layer", "sequences", "time_us"]).to_csv(index=False),
+    } | {
+        name.replace("__", "/").replace("_csv", ".csv").replace("_yaml", ".yaml"): text for name, text in files.items()
+    }
+    (folder / "tp1").mkdir(parents=True)
+    for name, text in parts.items():
+        if text is not None:
+            (folder / name).write_text(text)
+    return folder
+
+
+def test_a_folder_of_kernel_tables_becomes_a_profile_that_can_be_read(tmp_path: Path) -> None:
+    source = read_profile(kernel_folder(tmp_path / "k"))
+    profile = fit_model_profile(source, date="2026-01-01", command="test", resamples=3)
+    write(profile, tmp_path / "p.json")
+    read = read_document(tmp_path / "p.json")
+    assert (read.kind, read.gpu, read.model) == ("model", "rtx-4090-24gb", "llama-3.1-8b")
+    assert profile["error"]["held_out"]["median"] < 0.02
+    # 32 layers of qkv, o, two norms and activation, and the embedding once.
+    assert profile["terms"]["dense"]["us"][0] == pytest.approx(32 * 5 * 5.05 + 5.05, rel=1e-3)
+    assert any("unequal contexts" in note for note in profile["identifiability"])
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"meta_yaml": None}, "nobody can say what was measured"),
+        ({"meta_yaml": "gpu: X\nmodel: Y\n"}, "does not say 'vllm_version'"),
+        ({"tp1__dense_csv": "layer,tokens,time_ms\na,1,2\n"}, "another unit"),
+        (
+            {"tp1__attention_csv": "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,16,9.3\n"},
+            "1 rows are too few",
+        ),
+    ],
+)
+def test_a_kernel_folder_that_lacks_something_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        read_profile(kernel_folder(tmp_path / "k", **files))
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="not a folder of measurements"):
+        fit_source(tmp_path, tensor_parallel_size=1, date="", command="")
+    with pytest.raises(CalibrationError, match=r"no tables for tensor-parallel size 4; there are: tp1"):
+        read_profile(kernel_folder(tmp_path / "k"), 4)
+
+
+# ── profile files ────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "schema version 2, this version of kvtwin reads 1"),
+        ({"schema": "other"}, "not a profile"),
+        ({"time_unit": "ms"}, "time_unit is 'ms'"),
+        ({"kind": "guess"}, "kind is 'guess'"),
+        ({"provenance": {"source": "x"}}, "does not say 'licence'"),
+        ({"error": None}, "does not say 'error'"),
+        ({"range": None}, "does not say 'range'"),
+        ({"model": None}, "must say which model"),
+    ],
+)
+def test_a_profile_that_cannot_be_judged_is_not_used(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    data = json.loads((FOLDER / "rtx-4090-24gb.llama-3.1-8b.tp1.json").read_text())
+    for key, value in change.items():
+        if value is None:
+            del data[key]
+        else:
+            data[key] = value
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=message):
+        read_document(path)
+
+
+def test_a_profile_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not a profile"):
+        read_document(path)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_embedded_profile_says_where_it_comes_from_and_how_good_it_is(name: str) -> None:
+    profile = read_document(FOLDER / f"{name}.json")
+    assert profile.name == name
+    assert profile.data["identifiability"]
+    assert profile.data["host"] == {"step_us": 0.0, "seq_us": 0.0, "origin": "not fitted: kernels only"}
+    assert 0 < profile.data["error"]["held_out"]["median"] < 0.08
+    assert "/" not in profile.data["provenance"]["command"].replace("SYSTEM/", "")

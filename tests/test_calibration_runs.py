@@ -1,0 +1,252 @@
+"""The embedded profiles against runs that others recorded, within the bars that the project set itself; and the judge."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibration.errors import CalibrationError
+from calibration.judge import DIFFERENT, EQUIVALENT, Judgement, Margins, judge
+from calibration.judge_page import page
+from calibration.runs import read_run
+from calibration.twin import SimulatedRun, preempted, simulate_requests
+from experiments.cli import main
+from experiments.profile_sources import (
+    A100,
+    GPU_TABLES,
+    KERNELS,
+    MODEL_PROFILES,
+    PREFIXES,
+    RTX_4090,
+    RTX_PRO_6000,
+    RUNS,
+    Case,
+)
+from experiments.validate_silicon import errors
+from sim.catalog.gpus import gpu
+from sim.catalog.models import model_shape
+from sim.costs.library import FOLDER, fitted_cost, profile_names
+from sim.costs.profile_file import read_profile
+
+
+def judged(data_dir: Path, case: Case) -> Judgement:
+    run = read_run(data_dir / RUNS / case.run, data_dir / PREFIXES)
+    return judge(run, simulate_requests(case.scenario(profile=case.profile), run.requests))
+
+
+@pytest.fixture(scope="module")
+def pressed(data_dir: Path) -> Judgement:
+    return judged(data_dir, RTX_4090)
+
+
+@pytest.fixture(scope="module")
+def unpressed(data_dir: Path) -> Judgement:
+    return judged(data_dir, RTX_PRO_6000)
+
+
+def error_of(judgement: Judgement, name: str) -> float:
+    return abs(next(metric.error for metric in judgement.metrics if metric.name == name))
+
+
+# ── L1 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("name", profile_names())
+def test_l1_held_out_kernel_points(name: str) -> None:
+    """Median 5 % is the aim; the GEMMs of the A100 and the L40S jump between kernels and miss it by up to two points."""
+    error = read_profile(FOLDER / f"{name}.json").data["error"]
+    assert error["held_out"]["median"] <= (0.07 if name in ("a100-sxm-80gb", "h100-sxm-80gb", "l40s-48gb") else 0.05)
+    for key, value in error.items():
+        if "axis" in key:
+            assert value["median"] <= 0.10, key
+
+
+# ── L2 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("metric", "bar"), [("tpot_mean_s", 0.02), ("e2el_mean_s", 0.03), ("makespan_s", 0.03), ("ttft_p90_s", 0.10)]
+)
+def test_l2_without_memory_pressure_kernels_only(unpressed: Judgement, metric: str, bar: float) -> None:
+    assert error_of(unpressed, metric) <= bar
+
+
+# ── L3 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("metric", "bar"),
+    [
+        ("ttft_mean_s", 0.015),
+        ("tpot_mean_s", 0.01),
+        ("ttft_p90_s", 0.02),
+        ("ttft_p99_s", 0.02),
+        ("makespan_s", 0.015),  # the aim is 1 %; kernels alone leave 1.4 %
+    ],
+)
+def test_l3_under_kv_saturation_kernels_only(pressed: Judgement, metric: str, bar: float) -> None:
+    assert error_of(pressed, metric) <= bar
+
+
+def test_l3_trajectories_and_preempted_occupancy(pressed: Judgement) -> None:
+    run, twin = pressed.run, pressed.twin
+    distance = {path.name: path.distance for path in pressed.trajectories}
+    assert distance["running"] <= 0.05
+    assert distance["waiting"] <= 0.05
+    assert abs(twin.at(run.ticks_s)["kv_usage"].mean() - run.trajectories["kv_usage"].mean()) <= 0.02
+    measured = preempted(run.scheduled_s, run.finished_s, run.ticks_s, run.trajectories["running"])
+    simulated = twin.at(run.ticks_s)["preempted"]
+    assert (int((measured > 1).sum()), int(measured.max())) == (81, 18)
+    assert int((simulated > 1).sum()) == pytest.approx(81, rel=0.25)
+    assert simulated.max() == pytest.approx(18, rel=0.30)
+    assert pressed.verdict == EQUIVALENT
+
+
+def test_the_roofline_is_told_apart_from_the_run(data_dir: Path, pressed: Judgement) -> None:
+    twin = simulate_requests(RTX_4090.scenario(), pressed.run.requests)
+    assert judge(pressed.run, twin).verdict == DIFFERENT
+
+
+# ── L4, L5 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_l4_tpot_of_two_a100_before_the_cliff(data_dir: Path) -> None:
+    cost = fitted_cost(A100.profile, model_shape("llama-3.1-70b"), gpu("a100"), tensor_parallel_size=2)
+    run = read_run(data_dir / "runs" / "llm-d-benchmark" / A100.run / "qps_0.67.csv")
+    twin = simulate_requests(A100.scenario(), run.requests, cost)
+    assert np.nanmedian(twin.tpot_s) == pytest.approx(np.nanmedian(run.tpot_s), rel=0.05)
+
+
+@pytest.mark.slow
+def test_l5_tpot_of_h100_rows(data_dir: Path) -> None:
+    error = errors(data_dir, "profile")
+    absolute = error["tpot_error"].abs()
+    assert absolute[error["backend"] == "vllm"].median() <= 0.08
+    assert absolute.median() <= 0.12
+    assert error["ttft_error"].abs().median() <= 0.25
+
+
+# ── the judge ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def scaled(twin: SimulatedRun, factor: float) -> SimulatedRun:
+    return dataclasses.replace(twin, e2el_s=twin.e2el_s * factor, tpot_s=twin.tpot_s * factor)
+
+
+def test_a_run_is_equivalent_to_itself_and_a_drift_is_found(pressed: Judgement) -> None:
+    run, twin = pressed.run, pressed.twin
+    itself = dataclasses.replace(
+        twin, ttft_s=run.ttft_s, tpot_s=run.tpot_s, e2el_s=run.e2el_s, finished_s=run.finished_s
+    )
+    same = judge(run, itself)
+    assert {metric.error for metric in same.metrics} == {0.0}
+    drifted = judge(run, scaled(itself, 1.3))
+    assert drifted.verdict == DIFFERENT
+    assert next(one for one in drifted.metrics if one.name == "tpot_mean_s").error == pytest.approx(0.3)
+
+
+def test_margins_decide(pressed: Judgement) -> None:
+    tight = judge(pressed.run, pressed.twin, Margins(mean=0.001, tail=0.001, trajectory=0.001))
+    assert tight.verdict != EQUIVALENT
+    with pytest.raises(CalibrationError, match="margin mean is 5"):
+        Margins(mean=5.0)
+
+
+def test_small_ttft_is_judged_in_seconds(unpressed: Judgement) -> None:
+    run, twin = unpressed.run, unpressed.twin
+    fast = dataclasses.replace(run, ttft_s=np.full(run.ttft_s.shape, 0.1))
+    quick = dataclasses.replace(twin, ttft_s=np.full(twin.ttft_s.shape, 0.115))
+    metric = next(one for one in judge(fast, quick).metrics if one.name == "ttft_mean_s")
+    assert metric.absolute
+    assert metric.error == pytest.approx(0.015)
+    assert metric.verdict == EQUIVALENT
+
+
+def test_the_page_is_one_file_that_loads_nothing(pressed: Judgement) -> None:
+    text = page(pressed)
+    assert "<svg" in text
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert "equivalent" in text
+
+
+def test_the_command_prints_the_contract_and_its_exit_code_is_the_verdict(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["calibrate", "judge", "--run", str(data_dir / RUNS / RTX_4090.run), "--prefixes", str(data_dir / PREFIXES)]
+    engine = ["--max-model-len", "32768", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048"]
+    what = [
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "rtx-4090",
+        "--engine-version",
+        "0.19",
+        "--gpu-memory-utilization",
+        "0.9",
+    ]
+    command = [*run, *engine, *what]
+    html = tmp_path / "judge.html"
+    assert main([*command, "--profile", "auto", "--json", "--html", str(html)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) >= {"metrics", "trajectories", "verdict"}
+    assert set(document["metrics"][0]) >= {"name", "measured", "predicted", "error"}
+    assert set(document["trajectories"][0]) >= {"name", "distance"}
+    assert html.is_file()
+    assert main([*command, "--json"]) == 1, "the roofline is not equivalent"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["calibrate", "judge", "--model", "llama-3.1-8b", "--gpu", "h100"], ["no recorded run", "--run"]),
+        (
+            ["calibrate", "judge", "--run", "nothing", "--model", "llama-3.1-8b", "--gpu", "h100"],
+            ["not a recorded run"],
+        ),
+        (["calibrate", "fit", "nothing", "--out", "p.json"], ["no such folder"]),
+        (["calibrate", "fit", ".", "--out", "p.json"], ["not a folder of measurements"]),
+    ],
+)
+def test_bad_input_is_one_message(
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvtwin calibrate {arguments[1]}: ")
+    assert all(word in said for word in words)
+
+
+def test_a_run_without_provenance_or_with_other_prefixes_is_refused(data_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    source = data_dir / RUNS / RTX_4090.run
+    (folder / "requests.jsonl").write_text((source / "requests.jsonl").read_text())
+    with pytest.raises(CalibrationError, match="no meta.json"):
+        read_run(folder)
+    other = data_dir / RUNS / "workloads" / "sharegpt-qwen3-32b-300-sps10.lengths.csv"
+    with pytest.raises(CalibrationError, match="lengths are not those"):
+        read_run(source, other)
+
+
+# ── what is embedded is what the tables give ─────────────────────────────────────────────────────────────────────────
+@pytest.mark.slow
+@pytest.mark.parametrize(("folder", "ranks"), MODEL_PROFILES[:2])
+def test_the_embedded_model_profiles_are_what_the_tables_give(data_dir: Path, folder: str, ranks: int) -> None:
+    from calibration.fit_model import fit_model_profile
+    from calibration.readers import llmservingsim
+
+    source = llmservingsim.read_profile(data_dir / RUNS / "profiles" / folder, ranks)
+    again = fit_model_profile(source, date="", command="", resamples=2)
+    kept = read_profile(FOLDER / f"{again['name']}.json").data
+    for term in ("dense", "rows", "prefill", "decode", "mixed"):
+        assert np.asarray(again["terms"][term]["us"]) == pytest.approx(np.asarray(kept["terms"][term]["us"]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_embedded_kernel_terms_are_what_the_tables_give(data_dir: Path) -> None:
+    pytest.importorskip("pyarrow", reason="reading the Parquet tables needs pyarrow")
+    from calibration.fit_gpu import fit_gpu_profile
+    from calibration.readers import aiconfigurator
+
+    tables = aiconfigurator.read_tables(data_dir / KERNELS / GPU_TABLES[0])
+    again = fit_gpu_profile(tables, date="", command="")
+    kept = read_profile(FOLDER / "a100-sxm-80gb.json").data
+    ours, theirs = (np.asarray(one["kernels"]["gemm"]["bfloat16"]["us"]) for one in (again, kept))
+    assert ours == pytest.approx(theirs, rel=1e-3)
