@@ -13,6 +13,7 @@ from sim.core.policy import Policy
 from sim.core.request import Outcome, Request
 from sim.costs import FixedCost
 from sim.policy_choice import choose_policy
+from sim.scenario_tables import PolicyTable
 from sim.world.executors import Recording, RecordingExecutor, ReplayExecutor
 from sim.world.run import run_world
 
@@ -51,7 +52,7 @@ class Recorded:
 
 def preset(name: str, ladder: list[dict[str, str | float]] | None = None) -> PresetOf:
     """Configures an engine as a preset does; made anew for each run, because some policies learn."""
-    table = {"policy": name, "ladder": ladder, "guard_priority": 0, "admission": None}
+    table = PolicyTable(policy=name, ladder=ladder).model_dump()
     return lambda config: choose_policy(table, config)
 
 
