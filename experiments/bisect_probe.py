@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.core.config import ConfigError
-from sim.core.request import Outcome, RequestSpec
+from sim.core.request import Outcome, RequestSpec, samples
 from sim.scenario import Scenario, ScenarioError
 from sim.scenario_errors import nearest
 
@@ -110,14 +111,15 @@ class Probe:
     def _judge(self, requests: Sequence[RequestSpec], engine: tuple[Any, ...]) -> bool:
         from sim.world.run import run_world
 
-        config, prices, policy, memory, limit, run, concurrency = engine
+        config, prices, policy, memory, limit, run, workload = engine
+        in_order = sorted(requests, key=lambda spec: spec.arrival_s)
         record = run_world(
             config,
             prices,
-            sorted(requests, key=lambda spec: spec.arrival_s),
+            [sample for spec in in_order for sample in samples(replace(spec, n=workload["n"]))],
             replicas=run["replicas"],
             router=run["router"],
-            max_concurrency=concurrency,
+            max_concurrency=workload["max_concurrency"],
             stepping=run["stepping"],
             check=run["check"],
             policy=policy,
@@ -157,11 +159,11 @@ def _engine(scenario: Scenario) -> tuple[Any, ...]:
     from sim.simulation import cost_model, device, engine_config, has_memory_limit
 
     resolved = resolve(scenario)
-    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
+    limit_s = resolved.slo.limits_s.get("ttft") if resolved.slo else None
+    config, policy = choose_policy(resolved["policy"], engine_config(resolved), limit_s)
     memory = device(resolved)
     limit = has_memory_limit(resolved, memory)
-    concurrency = resolved["workload"]["max_concurrency"]
-    return config, cost_model(resolved), policy, memory, limit, resolved["run"], concurrency
+    return config, cost_model(resolved), policy, memory, limit, resolved["run"], resolved["workload"]
 
 
 def _key(requests: Sequence[RequestSpec], changes: dict[str, Any]) -> str:

@@ -98,6 +98,10 @@ def simulate(
     if executor is None and run["executor"] == "torch":
         real = real_engine(resolved, sent)
         executor = real.executor
+    if executor is not None and memory.faults:
+        raise ScenarioError(
+            "[run] faults are injected into a simulated device, but here an executor runs the steps; leave one of them out"
+        )
     prices = cost or cost_model(resolved)
     record = run_world(
         config,
@@ -111,7 +115,8 @@ def simulate(
         decision_log=decision_log,
         policy=policy,
         device=memory,
-        memory_limit=has_memory_limit(resolved, memory),
+        # What really runs has a device of its own, that says itself when its memory runs out.
+        memory_limit=executor is None and has_memory_limit(resolved, memory),
         executor=executor,
     )
     requests, timeline = request_columns(record), timeline_columns(record)

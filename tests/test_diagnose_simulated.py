@@ -11,6 +11,9 @@ import pytest
 from experiments.cli import main
 from experiments.investigator.regression import fails
 from sim import Scenario, simulate
+from sim.costs.constant import FixedCost
+from sim.scenario import ScenarioError
+from sim.world.executors import ModelExecutor
 
 LOAD = {
     "workload": "uniform",
@@ -217,3 +220,9 @@ def test_a_pool_of_more_blocks_than_the_gpu_has_stays_a_what_if_unless_a_limit_i
     )
     assert simulate(endless).summary["oom_events"] == 0
     assert simulate(endless.with_(memory_limit=True)).summary["oom_events"] > 0
+
+
+def test_faults_are_for_simulated_devices_only() -> None:
+    scenario = failure("another process").with_(num_requests=1)
+    with pytest.raises(ScenarioError, match="injected into a simulated device"):
+        simulate(scenario, executor=lambda core: ModelExecutor(FixedCost(0.01)))
