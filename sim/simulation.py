@@ -111,7 +111,7 @@ def simulate(
         decision_log=decision_log,
         policy=policy,
         device=memory,
-        memory_limit=has_memory_limit(resolved, memory),
+        memory_limit=real is None and has_memory_limit(resolved, memory),  # a real device has a limit of its own
         executor=executor,
     )
     requests, timeline = request_columns(record), timeline_columns(record)
