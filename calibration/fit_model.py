@@ -34,14 +34,14 @@ class _Dense:
 
 def fit_model_profile(source: KernelProfile, *, date: str, command: str, resamples: int = 20) -> dict[str, Any]:
     """The profile document. Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown model or GPU."""
-    model, device = model_shape(source.meta["model"]), gpu(_gpu_name(source.meta["gpu"]))
+    model, device = model_shape(source.meta["model"]), gpu(catalogue_name(source.meta["gpu"]))
     layers = model.num_layers
     calls = source.attention[["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"]].to_numpy(float)
     call_us = source.attention["time_us"].to_numpy(float)
     attention = fit_attention(calls, call_us)
     dense, rows = _dense(source.dense, layers), _rows(source.per_sequence)
     error = judge_attention(calls, call_us) | {"held_out_dense": _judge_line(dense), "held_out_rows": _judge_line(rows)}
-    skew, skew_error = _skews(source.skew)
+    skew, skew_error = skew_terms(source.skew)
     if skew_error:
         error["skew"] = skew_error
     notes = [
@@ -149,7 +149,8 @@ def _judge_line(curve: _Dense) -> dict[str, Any]:
     return error_summary(np.interp(curve.tokens[held], knots, values), curve.time_us[held])
 
 
-def _skews(table: pd.DataFrame | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def skew_terms(table: pd.DataFrame | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The terms `decode_skew` and `mixed_skew` from a `skew.csv` (0 without one), and their errors with and without the term."""
     none = {"seqs": [1], "share": [0.0]}
     if table is None:
         return {"decode_skew": none, "mixed_skew": none}, {}
@@ -179,7 +180,7 @@ def _stated_all_reduce(hidden_size: int, layers: int, ranks: int) -> dict[str, A
     return {"tokens": tokens, "us": [round(2 * layers * (20.0 + per_token_us * count), 2) for count in tokens]}
 
 
-def _gpu_name(product: str) -> str:
+def catalogue_name(product: str) -> str:
     """The catalogue's name of a product, as the driver prints it."""
     lowered = product.lower()
     for words, name in (("4090", "rtx-4090-24gb"), ("rtx pro 6000", "rtx-pro-6000-96gb")):

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sim.core.request import RequestSpec
     from sim.scenario import Scenario
 
+_DRAWN = ("num_requests", "duration", "rate", "burstiness", "arrival", "priorities")
+"""Keys of `[workload]` that say how a load is drawn."""
+
 
 def bisect(
     requests: Path,
@@ -30,11 +33,11 @@ def bisect(
 
     Returns 0 with a result, 1 when the whole load does not fail. Raises ConfigError, ScenarioError, TraceError.
     """
+    # The log is the load, with its own times: what the scenario says of another load does not count.
+    scenario = scenario.with_(trace=str(requests), **dict.fromkeys(_DRAWN))
     with Progress("kvtwin bisect") as progress:
         doing = ["reading"]
-        probe = Probe(
-            scenario.with_(trace=str(requests)), fails, state, lambda runs: progress.say(f"run {runs}: {doing[0]}")
-        )
+        probe = Probe(scenario, fails, state, lambda runs: progress.say(f"run {runs}: {doing[0]}"))
         doing[0] = f"the whole load of {len(probe.requests):,} requests"
         if not probe.fails(probe.requests):
             meaning = PREDICATES.get(fails, fails)
@@ -107,39 +110,47 @@ def _document(
     probe: Probe, scenario: Scenario, found: Sequence[RequestSpec], batch: int, requests: Path
 ) -> dict[str, Any]:
     start_s = found[0].arrival_s
-    # What drew the load at random is done with; times are exact, not ticks of a coarse clock.
-    drawn = ("num_requests", "duration", "rate", "burstiness", "arrival", "priorities", "cancel_age_mean_s", "timeout")
+    rows = [
+        {
+            "request_id": spec.request_id,
+            "arrival_s": spec.arrival_s - start_s,
+            "input_tokens": spec.input_tokens,
+            "output_tokens": spec.output_tokens,
+            "priority": spec.priority,
+        }
+        for spec in found
+    ]
+    faults = scenario.run.faults
+    # Times are exact now, not ticks of a coarse clock, and nobody is drawn to be impatient.
     kept = scenario.with_(
         trace="requests.csv",
         cancel_rate=0.0,
+        timeout=found[0].timeout_s,
+        cancel_age_mean_s=None,
         spread_ticks=False,
-        **dict.fromkeys(drawn),
+        # A trace begins at zero when it is read: what happens at a time happens that much earlier.
+        faults=[_earlier(fault, start_s) for fault in faults] if faults else None,
         **_batch(probe, batch),
-    ).resolved()
-    faults = kept["run"]["faults"]
-    if faults:  # a trace begins at zero when it is read: what happened at a time happens that much earlier
-        kept["run"]["faults"] = [_earlier(fault, start_s) for fault in faults]
+    )
+    tables = kept.resolved()
     comments = [f"The smallest part of {requests.name} that still fails, found by kvtwin bisect in {probe.runs} runs."]
     return {
-        "requests": [
-            {
-                "request_id": spec.request_id,
-                "arrival_s": spec.arrival_s - start_s,
-                "input_tokens": spec.input_tokens,
-                "output_tokens": spec.output_tokens,
-                "priority": spec.priority,
-            }
-            for spec in found
-        ],
-        "scenario": scenario_text({name: keys for name, keys in kept.items() if name != "slo"}, comments),
+        "requests": rows,
+        "scenario": scenario_text({name: tables[name] for name in tables if name != "slo"}, comments),
         "runs": probe.runs,
         "max_num_seqs": batch,
         "total_requests": len(probe.requests),
+        "reproduces": probe.fails_in(kept, [_as_read(spec, start_s) for spec in found]),
     }
 
 
-def _earlier(fault: dict[str, Any], by_s: float) -> dict[str, Any]:
-    return {key: max(0.0, value - by_s) if key in ("at_s", "until_s") else value for key, value in fault.items()}
+def _as_read(spec: RequestSpec, start_s: float) -> RequestSpec:
+    """The request as it will be read from the file that is written."""
+    return replace(_plain(spec), arrival_s=spec.arrival_s - start_s, timeout_s=spec.timeout_s)
+
+
+def _earlier(fault: dict[str, str | float], by_s: float) -> dict[str, str | float]:
+    return {key: max(0.0, float(value) - by_s) if key in ("at_s", "until_s") else value for key, value in fault.items()}
 
 
 def _write(out: Path, document: dict[str, Any], found: Sequence[RequestSpec]) -> None:
@@ -162,5 +173,9 @@ def _show(document: dict[str, Any], out: Path | None) -> None:
             f"  {row['request_id']}: at {row['arrival_s']:.6f} s, {row['input_tokens']:,} tokens in, {row['output_tokens']:,} out"
         )
     say(f"with max_num_seqs {document['max_num_seqs']}")
+    if not document["reproduces"]:
+        say(
+            "the scenario alone does not fail: what its file cannot say (shared content, cancellations, faults' times) has a part"
+        )
     if out is not None:
         say(f"wrote {out}")

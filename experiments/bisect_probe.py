@@ -96,18 +96,22 @@ class Probe:
             self.runs += 1
             self._progress(self.runs)
         if key not in self._known:
-            self._known[key] = self._fails(self._run(requests, changes))
+            name = json.dumps(changes, sort_keys=True)
+            if name not in self._engines:
+                self._engines[name] = _engine(self.scenario.with_(**changes))
+            self._known[key] = self._judge(requests, self._engines[name])
             self._write_state()
         return self._known[key]
 
-    def _run(self, requests: Sequence[RequestSpec], changes: dict[str, Any]) -> RunRecord:
+    def fails_in(self, scenario: Scenario, requests: Sequence[RequestSpec]) -> bool:
+        """Whether `requests` fail in the engine of another scenario; not counted and not kept."""
+        return self._judge(requests, _engine(scenario))
+
+    def _judge(self, requests: Sequence[RequestSpec], engine: tuple[Any, ...]) -> bool:
         from sim.world.run import run_world
 
-        name = json.dumps(changes, sort_keys=True)
-        if name not in self._engines:
-            self._engines[name] = _engine(self.scenario.with_(**changes))
-        config, prices, policy, memory, limit, run, concurrency = self._engines[name]
-        return run_world(
+        config, prices, policy, memory, limit, run, concurrency = engine
+        record = run_world(
             config,
             prices,
             sorted(requests, key=lambda spec: spec.arrival_s),
@@ -120,6 +124,7 @@ class Probe:
             device=memory,
             memory_limit=limit,
         )
+        return self._fails(record)
 
     def _read_state(self) -> dict[str, bool]:
         """Answers of an earlier bisection of the same load. Raises ScenarioError for a file that is another's."""

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from calibration.document import write
+from calibration.fit_card import fit_card_profile
 from calibration.fit_gpu import fit_gpu_profile
 from calibration.fit_model import fit_model_profile
 from calibration.readers import aiconfigurator, llmservingsim
 from sim.costs.library import FOLDER
 
-from .profile_sources import GPU_TABLES, KERNELS, MODEL_PROFILES, RUNS
+from .profile_sources import CARDS, END_TO_END, GPU_TABLES, KERNELS, MODEL_PROFILES, NOT_JUDGED, RUNS
 
 COMMAND = "python -m experiments.build_profiles DATA"
 
@@ -27,12 +28,16 @@ def build_all(data: Path, out: Path, date: str) -> dict[str, Path]:
     for folder, ranks in MODEL_PROFILES:
         source = llmservingsim.read_profile(data / RUNS / "profiles" / folder, ranks)
         documents.append(fit_model_profile(source, date=date, command=COMMAND))
+    for folders in CARDS:
+        sources = [llmservingsim.read_profile(data / RUNS / "profiles" / folder, ranks) for folder, ranks in folders]
+        documents.append(fit_card_profile(sources, date=date, command=COMMAND))
     for name in GPU_TABLES:
         source_tables = aiconfigurator.read_tables(data / KERNELS / name)
         documents.append(fit_gpu_profile(source_tables, date=date, command=COMMAND))
     out.mkdir(parents=True, exist_ok=True)
     paths = {}
     for document in documents:
+        document["error"]["end_to_end"] = END_TO_END.get(document["name"], NOT_JUDGED)
         paths[document["name"]] = out / f"{document['name']}.json"
         write(document, paths[document["name"]])
     return paths

@@ -186,6 +186,14 @@ def diagnose_command(
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", metavar="N", min=1, help="Longest sequence in tokens.")
     ] = None,
+    scenario_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--scenario-out",
+            metavar="FILE",
+            help="Write a scenario that fails in the same way, and beside it the same with the fix.",
+        ),
+    ] = None,
     out: Out = None,
     json: Json = False,
 ) -> int:
@@ -200,6 +208,7 @@ def diagnose_command(
         gpu=gpu,
         read_snapshot=read_snapshot,
         out=out,
+        scenario_out=scenario_out,
         json=json,
         tensor_parallel_size=tensor_parallel_size,
         gpu_memory_utilization=gpu_memory_utilization,

@@ -20,8 +20,18 @@ MODEL_PROFILES = (
     ("rtxpro6000-qwen3-32b", 2),
 )
 """LLMServingSim kernel profiles and tensor-parallel sizes."""
+CARDS = (MODEL_PROFILES[:1], MODEL_PROFILES[1:])
+"""The same by card: from all tables of a card come its kernel terms."""
 GPU_TABLES = ("a100_sxm", "h100_sxm", "h200_sxm", "l40s")
 """aiconfigurator tables."""
+END_TO_END = {
+    "rtx-4090-24gb.llama-3.1-8b.tp1": "on a recorded run under KV saturation, TTFT -0.9 %, TPOT -0.1 %, makespan -1.4 %",
+    "rtx-pro-6000-96gb.llama-3.1-8b.tp1": "on a recorded run, TPOT -1.7 %, latency -2.8 %, makespan -2.6 %",
+    "a100-sxm-80gb": "on recorded runs of Llama-3.1-70B over two GPUs, median TPOT -3 % at light load, -11 % at the capacity limit",
+    "h100-sxm-80gb": "on 579 published rows, median TPOT error 8 %; 2 to 6 % for Llama-3.1-70B on vLLM",
+}
+"""What came of the profiles that were judged, from `python -m experiments.validate_profiles`; docs/validation.md has all of it."""
+NOT_JUDGED = "not judged end to end: no recorded run of this GPU is at hand"
 HOST_REQUESTS = 30
 """Requests of the RTX PRO 6000 run to which a host time may be fitted, and nothing else is."""
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from calibration.host import fit_host, with_host
 from calibration.judge import judge
+from calibration.readers.splitwise import noise_floor
 from calibration.runs import RecordedRun, read_run
 from calibration.tent import Array
 from calibration.twin import SimulatedRun, preempted, simulate_requests
@@ -38,6 +39,8 @@ POOLS = range(1600, 2600, 50)
 def print_kernels(data: Path) -> None:
     """L1: kernel points and axes that the fits did not see, as stored in each profile."""
     print("\nL1 held-out kernel points (target: median 5 %, 95th percentile 15 %; held-out axis: median 10 %)")
+    for kind, noise in noise_floor(data / "batch" / "splitwise" / "perf_model.csv").items():
+        print(f"  noise floor, Splitwise's repeats, {kind:<50} {noise['median']:7.1%} {noise['p95']:7.1%}")
     for name in profile_names():
         error = read_profile(FOLDER / f"{name}.json").data["error"]
         for key, value in error.items():
@@ -55,6 +58,15 @@ def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
     return {
         "profile, kernels only": fitted_cost(case.profile, model, device, tensor_parallel_size=ranks),
         "roofline": Roofline(model, device, tensor_parallel_size=ranks),
+        **(
+            {
+                "composed from the card's kernel terms": fitted_cost(
+                    device.name, model, device, tensor_parallel_size=ranks
+                )
+            }
+            if case.profile != device.name
+            else {}
+        ),
     }
 
 

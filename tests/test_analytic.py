@@ -299,6 +299,15 @@ def test_a_preempted_request_waits_out_its_gap_by_hand() -> None:
     assert summary["tpot_s"]["max"] == pytest.approx(20 * TICK_S)
 
 
+def test_what_a_preempted_request_computes_again_is_counted_by_hand() -> None:
+    """As above, without a prefix cache: the younger loses its prompt of 7 and the one token it had computed besides."""
+    config = engine(num_gpu_blocks=4, block_size=4, enable_prefix_caching=False)
+    requests = [request("older", 0.0, 7, 5), request("younger", 0.0, 7, 4)]
+    record = run_world(config, FixedCost(TICK_S), requests, check=True)
+    assert [r.recomputed_tokens for r in record.requests] == [0, 8]
+    assert summary_of(record)["recomputed_tokens"] == 8
+
+
 def test_a_pool_that_holds_everything_at_once_never_preempts() -> None:
     rng = np.random.default_rng(17)
     sizes = rng.integers(1, 200, (60, 2))
@@ -334,9 +343,18 @@ class Run:
 
 
 @st.composite
-def runs(draw: st.DrawFn, *, windows: Sequence[int | None] = (None,), aborts: bool = True, shared: bool = True) -> Run:
+def runs(
+    draw: st.DrawFn,
+    *,
+    windows: Sequence[int | None] = (None,),
+    aborts: bool = True,
+    shared: bool = True,
+    growing: bool | None = None,
+) -> Run:
     """Small engines, mostly short of blocks, with arrivals on a grid of 1/1024 s."""
-    growing = draw(st.booleans())  # short prompts and long answers: everybody is let in, and then there is not enough
+    growing = draw(
+        st.booleans() if growing is None else st.just(growing)
+    )  # short prompts and long answers: everybody is let in, and then there is not enough
     max_num_seqs = draw(st.sampled_from([3, 5] if growing else [1, 2, 5]))
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     config = engine(
@@ -650,7 +668,7 @@ def test_requests_and_their_time_are_conserved(run: Run) -> None:
 
 
 @settings(max_examples=100)
-@given(runs(shared=False, windows=(None, 4)))
+@given(runs(shared=False, windows=(None, 4), growing=True))
 def test_every_token_of_a_finished_request_is_computed_once_and_again_only_when_it_was_lost(run: Run) -> None:
     """Nothing is shared between requests here; the last token of each is never fed back."""
     recount = Recount(run)

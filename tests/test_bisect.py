@@ -113,6 +113,7 @@ def bisected(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str
     return document
 
 
+@pytest.mark.slow
 def test_a_planted_culprit_of_three_is_found_among_two_thousand(
     planted: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_planted_culprit_of_three_is_found_among_two_thousand(
     document = bisected(capsys, trace, server, "--fails", "oom", "--state", state, "--out", out)
     assert [row["request_id"] for row in document["requests"]] == list(CULPRITS)
     assert document["runs"] <= 200
+    assert document["reproduces"] is True
     lengths = [row["input_tokens"] for row in document["requests"]]
     assert all(row["output_tokens"] == 1 for row in document["requests"])
     assert sum(lengths) < 7500
@@ -166,6 +168,23 @@ def test_a_request_that_is_too_long_is_its_own_culprit(tmp_path: Path, capsys: p
         {"request_id": "b", "arrival_s": 0.0, "input_tokens": 2048, "output_tokens": 1, "priority": 0}
     ]
     assert document["max_num_seqs"] == 1
+
+
+def test_a_scenario_made_for_another_load_lends_its_engine_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rate would draw other arrivals, and its 300 requests are not there: the log's own two are replayed, 0.1 s apart."""
+    trace, server = tmp_path / "pair.csv", tmp_path / "server.toml"
+    trace.write_text("request_id,arrival_s,input_tokens,output_tokens_requested\na,0.0,1600,60\nb,0.1,1600,60\n")
+    workload = {"workload": "azure-conv", "rate": 0.001, "num_requests": 300}
+    scenario = Scenario(
+        model="llama-3.1-8b", gpu="h100-sxm-80gb", engine={"num_gpu_blocks_override": 205}, workload=workload
+    ).resolved()
+    server.write_text(scenario_text({name: scenario[name] for name in ("model", "gpu", "engine", "workload")}))
+    document = bisected(capsys, trace, server, "--fails", "preempted")
+    assert [row["request_id"] for row in document["requests"]] == ["a", "b"]
+    assert document["max_num_seqs"] == 2
+    assert document["reproduces"] is True
 
 
 @pytest.mark.parametrize(

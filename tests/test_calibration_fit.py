@@ -261,3 +261,34 @@ def test_every_embedded_profile_says_where_it_comes_from_and_how_good_it_is(name
     assert profile.data["host"] == {"step_us": 0.0, "seq_us": 0.0, "origin": "not fitted: kernels only"}
     assert 0 < profile.data["error"]["held_out"]["median"] < 0.08
     assert "/" not in profile.data["provenance"]["command"].replace("SYSTEM/", "")
+
+
+def test_kernel_terms_of_a_card_come_from_tables_of_that_card_alone(tmp_path: Path) -> None:
+    from calibration.fit_card import fit_card_profile
+
+    one = read_profile(kernel_folder(tmp_path / "a"))
+    other = read_profile(
+        kernel_folder(
+            tmp_path / "b", meta_yaml="gpu: NVIDIA RTX PRO 6000\nmodel: Qwen/Qwen3-32B\nvllm_version: 0.19.0\n"
+        )
+    )
+    with pytest.raises(CalibrationError, match="of 2 cards"):
+        fit_card_profile([one, other], date="", command="")
+    with pytest.raises(CalibrationError, match="2 timed matrices cannot tell"):
+        fit_card_profile([one], date="", command="")
+
+
+def test_the_noise_floor_is_what_repeats_differ_by(tmp_path: Path) -> None:
+    from calibration.readers.splitwise import noise_floor
+
+    path = tmp_path / "perf.csv"
+    head = "model,hardware,prompt_size,batch_size,token_size,tensor_parallel,prompt_time,token_time\n"
+    rows = [f"m,h,512,{size},128,2,{time},{10}\n" for size in range(1, 5) for time in (100, 110, 90)]
+    path.write_text(head + "".join(rows))
+    assert noise_floor(path) == {
+        "prompt_time": {"median": pytest.approx(0.1), "p95": pytest.approx(0.1)},
+        "token_time": {"median": 0, "p95": 0},
+    }
+    path.write_text(head + "".join(f"m,h,{size},1,128,2,100,10\n" for size in range(20)))
+    with pytest.raises(CalibrationError, match="repeats are needed"):
+        noise_floor(path)

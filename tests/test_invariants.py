@@ -234,7 +234,7 @@ def test_a_step_shrunk_by_the_ladder_keeps_out_no_prompt_that_cannot_be_cut() ->
     record = run_world(config, STEP, specs, check=True, policy=policy)
     assert [(r.outcome, r.degraded) for r in record.requests] == [
         (Outcome.FINISHED, []),
-        (Outcome.FINISHED, ["shrink_step"]),
+        (Outcome.FINISHED, []),
     ]
 
 

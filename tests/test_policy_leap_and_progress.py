@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sim.core.admission import AdmissionBase, CanEverFit, Every, FreeBlocks
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.ladder import STANDARD_LADDER
+from sim.core.ladder import standard_ladder
 from sim.core.policies import (
     PRESETS,
     BackOfTheQueue,
@@ -86,8 +86,8 @@ POLICIES: dict[str, Policy] = {
     "new-token ratio by priority, swapping": Policy(
         admission=gated(lambda config: NewTokenRatio()), queue=priority_queue, swap=True
     ),
-    "fair share on a ladder": Policy(queue=FairQueue, ladder=STANDARD_LADDER),
-    "late last on a ladder": Policy(queue=deadline_queue(0.05), ladder=STANDARD_LADDER),
+    "fair share on a ladder": Policy(queue=FairQueue, ladder=standard_ladder(0.05)),
+    "late last on a ladder": Policy(queue=deadline_queue(0.05), ladder=standard_ladder(0.05)),
     "everything": Policy(
         admission=lambda config: Every(
             [

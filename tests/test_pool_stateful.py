@@ -436,6 +436,19 @@ def test_a_copy_on_write_happens_only_inside_a_block(tokens: int) -> None:
     tables.pool.check([("parent", parent.blocks), ("child", child.blocks)])
 
 
+def test_of_blocks_with_equal_content_the_first_registered_is_found_and_then_the_next() -> None:
+    """Three requests computed the same block; the free queue takes them in the order of release, not of registration."""
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    pool.index.add(blocks, [7, 7, 7])
+    assert pool.find([7]) == [1]
+    for released, found in ((1, [2]), (2, [3]), (3, [])):
+        pool.release([released], f"request {released}")
+        assert pool.allocate(1) == [released]
+        assert pool.find([7]) == found
+
+
 # -- the check itself must see what is wrong ---------------------------------------------------------------------------
 
 

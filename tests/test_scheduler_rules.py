@@ -542,7 +542,7 @@ def test_blocks_behind_a_fence_are_not_found(drive):
     engine.add("first", 12, output_tokens=2, **prompt)
     engine.step()
     release = engine.core.tables.release
-    engine.core.tables.release = lambda table, by, fence=None: release(table, by, fence=7)
+    engine.core.tables.release = lambda table, by, **_: release(table, by, fence=7)
     engine.step()
     engine.core.tables.release = release
     assert engine.pool.num_quarantined == 4

@@ -77,8 +77,22 @@ def diagnose(
     Raises:
         DiagnoseError: no files, or one that cannot be used, or an unknown GPU or setting; the message says what would be right.
     """
+    return judge(*gathered(paths, model=model, gpu=gpu, snapshot=snapshot, read_snapshot=read_snapshot, **settings))
+
+
+def gathered(
+    paths: Sequence[str | Path],
+    *,
+    model: str | None = None,
+    gpu: str | None = None,
+    snapshot: Any = None,
+    read_snapshot: Callable[[Path], Any] | None = None,
+    **settings: Any,
+) -> tuple[Case, tuple[str, ...]]:
+    """What the files and the user say, put together, and notes for the reader. Arguments and errors are those of `diagnose`."""
     evidence = read_files(paths, read_snapshot)
-    return _diagnose(evidence, model, gpu, snapshot, settings)
+    given, notes = given_known(model, gpu, settings)
+    return case_of(evidence, given, snapshot), (*evidence.notes, *notes)
 
 
 def diagnose_text(

@@ -6,7 +6,8 @@ What no kernel table holds is said in `notes`: it is derived or a stated constan
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sim.catalog.dtypes import weight_format
@@ -16,8 +17,8 @@ from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
 
 from .piecewise import Grid, Line, locate
-from .profile_file import ProfileFile, grid
-from .terms import StepTerms
+from .profile_file import ProfileFile, grid, line
+from .terms import NO_OVERLAP, NO_SKEW, StepTerms
 from .work import elementwise_bytes_per_token
 
 _US = 1e-6
@@ -62,7 +63,7 @@ def composed_terms(
 
     vocabulary = -(-model.vocab_size // tp)
     sampler_s = float(kernels["sampler_us"]) * _US
-    attention = _attention(profile, kernels["attention"], model.attention[0], tp, kv_cache_dtype, device, notes)
+    attention = _attention(profile, kernels, model.attention[0], tp, kv_cache_dtype, device, notes)
     step_s, seq_s = profile.host_s()
     return StepTerms(
         dense=Line(tuple(map(float, tokens)), tuple(dense_s(count) for count in tokens)),
@@ -76,10 +77,14 @@ def composed_terms(
             ),
         ),
         all_reduce=_all_reduce(profile, model, tp),
-        prefill=_times(attention[0], layers),
-        decode=_times(attention[1], layers),
-        mixed=_times(attention[1], layers * float(kernels["mixed_factor"])),
-        chunk_launch_s=layers * attention[0].z[0][0],
+        prefill=_times(attention.prefill, layers),
+        decode=_times(attention.decode, layers),
+        mixed=_times(attention.mixed, layers),
+        mixed_tile_s=layers * attention.tile_s,
+        overlap=attention.overlap,
+        decode_skew=line(kernels["decode_skew"], "seqs", "share") if "decode_skew" in kernels else NO_SKEW,
+        mixed_skew=line(kernels["mixed_skew"], "seqs", "share") if "mixed_skew" in kernels else NO_SKEW,
+        chunk_launch_s=layers * attention.prefill.z[0][0],
         step_s=step_s,
         seq_s=seq_s,
         padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
@@ -149,38 +154,62 @@ def _gemm_dtype(tables: Mapping[str, Any], quantization: str | None, notes: list
     raise ConfigError(f"{quantization} weights are in none of the kernel tables; use --profile roofline")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAttention:
+    """Attention of one layer on one rank, in seconds; terms as in `StepTerms`."""
+
+    prefill: Grid
+    decode: Grid
+    mixed: Grid
+    tile_s: float
+    overlap: Line
+
+
 def _attention(
     profile: ProfileFile,
-    entries: Sequence[Mapping[str, Any]],
+    kernels: Mapping[str, Any],
     kind: AttentionShape,
     tp: int,
     kv_dtype: str,
     device: Gpu,
     notes: list[str],
-) -> tuple[Grid, Grid]:
-    """Prefill (chunk x context) and decode (sequences x context) of one layer, in seconds."""
+) -> LayerAttention:
+    """From the entry whose head counts are nearest, in proportion where they are not the same."""
     heads, kv_heads = kind.num_heads // tp, kind.kv_heads_per_rank(tp)
-    of_dtype = [entry for entry in entries if entry["kv_dtype"] == ("fp8" if "fp8" in kv_dtype else "bfloat16")]
+    of_dtype = [
+        entry for entry in kernels["attention"] if entry["kv_dtype"] == ("fp8" if "fp8" in kv_dtype else "bfloat16")
+    ]
     if not of_dtype:
         raise ConfigError(f"profile {profile.name} has no attention over {kv_dtype} KV; use --profile roofline")
     entry = min(of_dtype, key=lambda one: (abs(one["kv_heads"] - kv_heads), abs(one["heads"] - heads)))
     decode = grid(entry["decode"], "seqs", "context")
+    mixed = (
+        grid(entry["mixed"], "seqs", "context") if "mixed" in entry else _times(decode, float(kernels["mixed_factor"]))
+    )
     if (entry["heads"], entry["kv_heads"]) != (heads, kv_heads):
         notes.append(
             f"attention with {heads} query and {kv_heads} KV heads a rank was not timed: taken from {entry['heads']} and "
             f"{entry['kv_heads']}, in proportion"
         )
-        decode = _times(decode, kv_heads / entry["kv_heads"])
+        decode, mixed = (_times(table, kv_heads / entry["kv_heads"]) for table in (decode, mixed))
     if kind.window is not None:
         notes.append("sliding-window layers are priced as if they read every token, too dear for long contexts")
-    return _prefill(entry, heads, device), decode
+    return LayerAttention(
+        prefill=_prefill(entry, heads, device),
+        decode=decode,
+        mixed=mixed,
+        tile_s=float(entry.get("mixed_tile_us", 0.0)) * _US * heads / entry["heads"],
+        overlap=line(entry["overlap"], "tiles", "exponent") if "overlap" in entry else NO_OVERLAP,
+    )
 
 
 def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu) -> Grid:
-    """Chunks over a context, from whole prompts: added (query, key) pairs cost what they do in the longest prompt, and more where
-    the chunk's tiles leave multiprocessors idle.
+    """Chunks over a context: as timed, or else from whole prompts. Then added (query, key) pairs cost what they do in the longest
+    prompt, and more where the chunk's tiles leave multiprocessors idle.
     """
     table = entry["prefill"]
+    if "context" in table:
+        return _times(grid(table, "chunk", "context"), heads / entry["heads"])
     chunks, alone = list(table["chunk"]), [float(us) * _US * heads / entry["heads"] for us in table["us"]]
     pair_s = (alone[-1] - alone[0]) / (chunks[-1] * (chunks[-1] + 1) / 2)
     rows = []

@@ -1,0 +1,219 @@
+"""A simulated failure, diagnosed from what its own run left behind, and made into a regression scenario that fails and is mended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.cli import main
+from experiments.investigator.regression import fails
+from sim import Scenario, simulate
+
+LOAD = {
+    "workload": "uniform",
+    "input_tokens": [500, 1500],
+    "output_tokens": [50, 200],
+    "num_requests": 40,
+    "rate": 20.0,
+}
+LONG = LOAD | {"input_tokens": 8000}
+SLOW = LOAD | {"rate": 0.5, "num_requests": 20}
+WIDE = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "max_model_len": 16384}
+
+
+def faulty(kind: str, **fields: float) -> dict[str, Any]:
+    return {"run": {"faults": [{"kind": kind, **fields}]}}
+
+
+FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    # What is simulated, and the category, a word of the cause and the phase that must be found. The account leaves 7.8 GiB for steps.
+    "KV capacity": (
+        {"workload": LOAD, "engine": {"num_gpu_blocks_override": 500, "max_num_seqs": 64}}, "KV capacity", "preemption", "decode",
+    ),
+    "another process": (
+        {"workload": LOAD, **faulty("other_process", at_s=1.0, gib=7.8)}, "another process", "", "prefill sampling",
+    ),
+    "non-torch growth": (
+        {"workload": LOAD, **faulty("non_torch", at_s=0.5, gib=2.6, every_s=0.5)}, "non-torch growth", "", "prefill sampling",
+    ),
+    "fragmentation": (
+        {"workload": LOAD, **faulty("fragmentation", at_s=1.0, gib=7.8)}, "fragmentation", "", "prefill sampling",
+    ),
+    "pending frees": (
+        {"workload": LOAD, **faulty("pending_frees", at_s=1.0, gib=7.8)}, "pending frees", "", "prefill sampling",
+    ),
+    "CUDA graphs": (
+        {"workload": LOAD, **faulty("cuda_graphs", at_s=1.0, gib=7.8)}, "CUDA graphs", "", "prefill sampling",
+    ),
+    "leak": (
+        {"workload": SLOW, **faulty("leak", at_s=1.0, gib=0.15, every_s=1.0)}, "leak", "", "after release",
+    ),
+    "cached by the allocator": (
+        {"workload": LOAD, **faulty("cached", at_s=0.5, gib=2.6, every_s=1.0)}, "reserved by the allocator only", "", "after release",
+    ),
+    "prompt log-probabilities": (
+        {
+            "workload": LONG,
+            "engine": WIDE | {"max_num_batched_tokens": 16384},
+            **faulty("prompt_logprobs", at_s=0.5),
+        },
+        "transient peak", "prompt log-probabilities", "sampling",
+    ),
+    "kernel fallback": (
+        {"workload": LONG, "engine": WIDE, **faulty("kernel_fallback")}, "kernel fallback", "attention scores", "prefill",
+    ),
+    "verification of drafts": (
+        {
+            "workload": LOAD | {"input_tokens": 20, "output_tokens": 300, "num_requests": 500, "rate": 5000.0},
+            "engine": {"num_speculative_tokens": 7, "max_num_seqs": 512, "gpu_memory_utilization": 0.97},
+        },
+        "transient peak", "sampler", "sampling",
+    ),
+    "pool beyond the budget": (
+        {
+            "workload": LOAD | {"input_tokens": 1000, "num_requests": 200, "rate": 1e6},
+            "engine": {"num_gpu_blocks_override": 31_900, "max_num_batched_tokens": 8192, "max_num_seqs": 256},
+        },
+        "budget too high", "pool ordered beyond it", "prefill sampling",
+    ),
+}  # fmt: skip
+
+
+def failure(name: str) -> Scenario:
+    return Scenario(model="llama-3.1-8b", gpu="h100-sxm-80gb", **FAILURES[name][0])
+
+
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """For each failure, the files of its run that a diagnosis reads."""
+    found = {}
+    for name in FAILURES:
+        folder = tmp_path_factory.mktemp("run")
+        simulate(failure(name)).save(folder)
+        files = (folder / file for file in ("oom.log", "oom_snapshot.pickle", "memory.csv", "requests.csv"))
+        found[name] = [str(file) for file in files if file.exists()]
+    return found
+
+
+def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code = main(["diagnose", *arguments, "--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb", "--json"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    document: dict[str, Any] = json.loads(captured.out)
+    return document
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_simulated_failure_is_diagnosed_right(
+    name: str, left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, cause, word, phases = FAILURES[name]
+    document = diagnosed(capsys, *left_behind[name])
+    assert document["category"] == cause, document["evidence"]
+    assert word in document["cause"]
+    assert document["phase"] in phases
+    assert document["confidence"] >= 0.5
+
+
+@pytest.mark.parametrize("name", [name for name in FAILURES if name != "cached by the allocator"])
+def test_its_regression_scenario_fails_and_does_not_with_the_fix(
+    name: str, left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = tmp_path / "regression.toml"
+    diagnosed(capsys, *left_behind[name], "--scenario-out", str(target))
+    assert fails(Scenario.load(target))
+    assert not fails(Scenario.load(tmp_path / "regression.fixed.toml"))
+    assert "# It fails. The fix: " in target.read_text()
+
+
+def test_what_no_run_can_show_is_refused_and_nothing_is_written(
+    left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = tmp_path / "regression.toml"
+    files = left_behind["cached by the allocator"]
+    arguments = [*files, "--scenario-out", str(target), "--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb"]
+    assert main(["diagnose", *arguments]) == 2
+    assert "nothing that a run of the simulator can show" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_regression_scenario_needs_the_model(
+    left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    message = tmp_path / "oom.txt"
+    message.write_text(
+        "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.00 GiB is free. "
+        "Process 77 has 30.00 GiB memory in use. Including non-PyTorch memory, this process has 48.19 GiB memory in use. Of the "
+        "allocated memory 47.50 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+    )
+    assert main(["diagnose", str(message), "--scenario-out", str(tmp_path / "regression.toml")]) == 2
+    assert "give --model and --gpu" in capsys.readouterr().err
+
+
+def test_a_healthy_run_has_no_cause(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = simulate(Scenario(model="llama-3.1-8b", gpu="h100-sxm-80gb", workload=LOAD))
+    result.save(tmp_path)
+    assert result.oom_log == ""
+    assert not (tmp_path / "oom.log").exists()
+    document = diagnosed(capsys, str(tmp_path / "memory.csv"), str(tmp_path / "requests.csv"))
+    assert document["category"] == "cannot tell from this"
+    assert any("KV duplication" in sentence and "ratio 1.0" in sentence for sentence in document["ruled_out"])
+
+
+def test_a_double_release_is_caught_by_the_pool_and_named_by_the_diagnosis(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    scenario = tmp_path / "twice.toml"
+    scenario.write_text(
+        '[model]\nmodel = "llama-3.1-8b"\n[gpu]\ngpu = "h100-sxm-80gb"\n[workload]\nworkload = "uniform"\nnum_requests = 5\n'
+        'input_tokens = 100\noutput_tokens = 10\nrate = 10.0\n[run]\nfaults = [{ kind = "double_release", at_s = 0.2 }]\n'
+    )
+    assert main(["run", str(scenario)]) == 1
+    said = capsys.readouterr().err
+    assert "is released twice: first by an injected fault" in said
+    (tmp_path / "stderr.txt").write_text(said)
+    target = tmp_path / "regression.toml"
+    document = diagnosed(capsys, str(tmp_path / "stderr.txt"), "--scenario-out", str(target))
+    assert (document["category"], document["phase"]) == ("double release", "after release")
+    assert fails(Scenario.load(target))
+    assert not fails(Scenario.load(tmp_path / "regression.fixed.toml"))
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model", "llama-3.1-70b", "--gpu", "h100-sxm-80gb", "--workload", "azure-conv")
+    assert main(["run", *flags]) == 2
+    assert "no memory is left for KV blocks" in capsys.readouterr().err
+
+
+# -- what a run says of its memory ---------------------------------------------------------------------------------------
+
+
+def test_the_summary_has_the_tightest_moments_and_failures_by_line() -> None:
+    summary = simulate(failure("prompt log-probabilities")).summary
+    assert summary["min_headroom_bytes"] < 0
+    assert sum(summary["oom_by_line"].values()) == summary["oom_events"] > 0
+    assert set(summary["oom_by_line"]) == {"prompt_logprobs: fp32 log-softmax"}
+    # 16,384 prompt tokens in a step: bf16 logits and their fp32 log-softmax, 6 B x 128,256 words each.
+    assert summary["peak_workspace_bytes"] == pytest.approx(16384 * 128_256 * 6, rel=0.001)
+
+
+def test_the_curve_adds_up_line_by_line() -> None:
+    memory = simulate(failure("another process")).memory
+    device_bytes = memory["total_bytes"][0]
+    left = memory["headroom_bytes"] + memory["workspace_bytes"]
+    held = memory["tensors_bytes"] + memory["kv_used_bytes"] + memory["kv_free_bytes"]
+    whole = held + memory["non_torch_bytes"] + memory["other_processes_bytes"] + left
+    # A row's least headroom and largest need may be those of two steps; where nothing runs there is one moment.
+    assert (whole[memory["phase"] == "idle"] == device_bytes).all()
+    assert (memory["allocated_bytes"] == memory["tensors_bytes"] + memory["kv_used_bytes"]).all()
+
+
+def test_a_pool_of_more_blocks_than_the_gpu_has_stays_a_what_if_unless_a_limit_is_asked_for() -> None:
+    endless = Scenario(
+        model="llama-3.1-8b", gpu="h100-sxm-80gb", engine={"num_gpu_blocks_override": 10**6}, workload=LOAD
+    )
+    assert simulate(endless).summary["oom_events"] == 0
+    assert simulate(endless.with_(memory_limit=True)).summary["oom_events"] > 0
