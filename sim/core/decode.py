@@ -130,7 +130,7 @@ class DecodeSet:
         """
         self.busy_fs += total_fs
         self.clock_fs += (self.clock + (computed > 0)) * total_fs
-        if computed > 1:
+        if computed and computed + failed > 1:
             self.clock_fs += durations.moment_fs(computed + failed)
         if computed and failed:  # it has the tokens of the step before it
             self.clock_fs -= total_fs - durations.before_fs(computed)
