@@ -18,8 +18,8 @@ from sim.costs.compose import matrices
 from .attention import FULLNESS, AttentionFit, fit_attention, judge_attention
 from .document import HOST_NOT_FITTED, PADDED_SIZES, document
 from .errors import CalibrationError
-from .fit_gpu import TOKENS, WIDTHS
 from .fit_model import catalogue_name, skew_terms
+from .gemm import TOKENS, WIDTHS
 from .readers.aiconfigurator import HEAD_DIM
 from .readers.llmservingsim import LICENCE, SOURCE, KernelProfile
 from .split import error_summary

@@ -5,26 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sim.catalog.gpus import gpu
 
 from .document import HOST_NOT_FITTED, PADDED_SIZES, document
 from .errors import CalibrationError
+from .gemm import TOKENS, fit_gemm
 from .readers.aiconfigurator import HEAD_DIM, LICENCE, SOURCE, KernelTables
-from .split import bootstrap, error_summary, held_out_mask, interval
-from .tent import Array, fit_grid, mixture, never_falling
+from .split import error_summary, held_out_mask
+from .tent import Array, fit_grid, mixture
 
 if TYPE_CHECKING:
     import pandas as pd
 
-TOKENS = (
-    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 384, 512, 513, 768, 769),
-    *(1024, 1025, 1536, 1537, 2048, 2049, 3072, 4096, 4097, 8192),
-)
-"""Token counts whose GEMM times are kept: where tiles are full, and just after."""
-WIDTHS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
-"""Matrix widths and depths that are knots of the GEMM term."""
 SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 KV = (16, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 CHUNKS = (16, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
@@ -49,7 +42,6 @@ CACHE_MARGIN = 1.2
 MIXED_FACTOR = {"FlashAttention 2": 1.6, "FlashAttention 3": 1.3}
 """What a decode's attention costs beside a prefill, as a multiple of a call of its own. Not in these tables. The first is the middle of
 what LLMServingSim's tables show for two cards (1.2 to 2.3), the second an assumption."""
-LEAST_GEMM_POINTS = 2000
 
 
 def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[str, Any]:
@@ -60,7 +52,7 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
     intervals: dict[str, list[float]] = {}
     for dtype in sorted(set(source.gemm["gemm_dtype"])):
         part = source.gemm[source.gemm["gemm_dtype"] == dtype]
-        gemm[dtype], error[f"held_out_gemm_{dtype}"], intervals[f"gemm_{dtype}"] = _gemm(part, dtype)
+        gemm[dtype], error[f"held_out_gemm_{dtype}"], intervals[f"gemm_{dtype}"] = fit_gemm(part, dtype)
     attention, attention_errors = _attention(source, device.l2_cache_bytes)
     error |= attention_errors
     kernel = "FlashAttention 3" if device.architecture == "hopper" else "FlashAttention 2"
@@ -109,45 +101,6 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
             "command": command,
         },
     )
-
-
-def _gemm(table: pd.DataFrame, dtype: str) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
-    """Time by tokens, width and depth: for each token count a bilinear table, fitted to all shapes."""
-    table = table[(table["n"] >= WIDTHS[0]) & (table["k"] >= WIDTHS[0])]
-    if len(table) < LEAST_GEMM_POINTS:
-        raise CalibrationError(
-            f"{len(table)} {dtype} GEMM shapes cannot fill the table; at least {LEAST_GEMM_POINTS} are needed"
-        )
-    m, n, k, us = (table[name].to_numpy(float) for name in ("m", "n", "k", "us"))
-    held = held_out_mask(us.size)
-    tokens = tuple(count for count in TOKENS if (m == count).any())
-
-    def fitted(chosen: npt.NDArray[np.bool_]) -> Array:
-        levels = []
-        for count in tokens:
-            mine = chosen & (m == count)
-            levels.append(fit_grid(n[mine], k[mine], us[mine], WIDTHS, WIDTHS).values)
-        return never_falling(np.stack(levels), axis=0)
-
-    judged = held & (m <= tokens[-1])
-    partial = fitted(~held)
-    error = error_summary(_gemm_at(partial, tokens, m[judged], n[judged], k[judged]), us[judged])
-    off = _gemm_at(partial, tokens, m[judged], n[judged], k[judged]) / us[judged]
-    samples = bootstrap(off.size, lambda sample: np.asarray(np.median(off[sample])))
-    document_ = {
-        "tokens": list(tokens),
-        "n": list(WIDTHS),
-        "k": list(WIDTHS),
-        "us": [[[_short(value) for value in row] for row in level] for level in fitted(np.ones(us.size, dtype=bool))],
-    }
-    return document_, error, interval(samples)
-
-
-def _gemm_at(levels: Array, tokens: tuple[int, ...], m: Array, n: Array, k: Array) -> Array:
-    result: Array = np.einsum(
-        "pm,pn,pk,mnk->p", mixture(tokens, m), mixture(WIDTHS, n), mixture(WIDTHS, k), levels, optimize=True
-    )
-    return result
 
 
 def _attention(source: KernelTables, l2_bytes: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -1,7 +1,8 @@
 """TokenBook: which tokens a request is made of. Pure Python.
 
 A trace says how long prompts are and which parts of them are equal, not what they say. Here every content id becomes tokens
-drawn from the seed and the id, so that equal ids mean equal tokens; what no id names is drawn from the request's own name.
+drawn from the seed and the id, so that equal ids mean equal tokens; what no id names is drawn from the request's own name,
+or from that of the request whose samples it is one of.
 Output is what the model samples, except where a trace's ids name the output too (the next turn of a conversation will
 repeat it): there the named token is fed back, and the sampled one is kept as the answer.
 """
@@ -82,7 +83,7 @@ class TokenBook:
             named += self._draw(f"{content.__class__.__name__}:{content!r}", spec.content_block_tokens)
         del named[spec.named_tokens :]
         self._named[request_id] = named[spec.input_tokens :]
-        private = self._draw(f"private:{request_id}", max(spec.input_tokens - len(named), 0))
+        private = self._draw(f"private:{spec.sample_of or request_id}", max(spec.input_tokens - len(named), 0))
         return [*named[: spec.input_tokens], *private]
 
     def _draw(self, name: str, count: int) -> list[int]:

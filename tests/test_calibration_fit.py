@@ -292,3 +292,21 @@ def test_the_noise_floor_is_what_repeats_differ_by(tmp_path: Path) -> None:
     path.write_text(head + "".join(f"m,h,{size},1,128,2,100,10\n" for size in range(20)))
     with pytest.raises(CalibrationError, match="repeats are needed"):
         noise_floor(path)
+
+
+def test_kernel_tables_of_another_schema_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="writing Parquet tables needs pyarrow")
+    from calibration.readers.aiconfigurator import read_tables
+
+    with pytest.raises(CalibrationError, match="not a folder of kernel tables"):
+        read_tables(tmp_path)
+    folder = tmp_path / "h100_sxm"
+    (folder / "vllm" / "1.0").mkdir(parents=True)
+    with pytest.raises(CalibrationError, match="no vllm/VERSION/gemm_perf.parquet"):
+        read_tables(folder)
+    table = pd.DataFrame(
+        {"device": ["x"] * 200, "gemm_dtype": ["bfloat16"] * 200, "m": 1, "n": 1, "k": 1, "latency_us": 1.0}
+    )
+    table.to_parquet(folder / "vllm" / "1.0" / "gemm_perf.parquet")
+    with pytest.raises(CalibrationError, match="column 'latency' is missing"):
+        read_tables(folder)

@@ -53,9 +53,9 @@ def error_of(judgement: Judgement, name: str) -> float:
 # ── L1 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("name", profile_names())
 def test_l1_held_out_kernel_points(name: str) -> None:
-    """Median 5 % is the aim; the GEMMs of the A100 and the L40S jump between kernels and miss it by up to two points."""
+    """Median 5 % is the aim; the GEMMs of the A100 and the L40S jump between kernels and miss it by up to a point."""
     error = read_profile(FOLDER / f"{name}.json").data["error"]
-    assert error["held_out"]["median"] <= (0.07 if name in ("a100-sxm-80gb", "h100-sxm-80gb", "l40s-48gb") else 0.05)
+    assert error["held_out"]["median"] <= (0.06 if name in ("a100-sxm-80gb", "l40s-48gb") else 0.05)
     for key, value in error.items():
         if "axis" in key:
             assert value["median"] <= 0.10, key

@@ -396,10 +396,11 @@ def test_an_arrival_inside_a_stretch_starts_at_the_end_of_the_step_in_progress(a
 
 
 def test_an_arrival_at_the_end_of_a_step_is_heard_however_late_it_was_announced() -> None:
-    """Its sender decides at tick 20, in the middle of the step that ends at tick 24, and of the last step of all."""
-    requests = served(by_hand(at(0, "long", 4, 50), at(20, "first", 4, 9), at(24, "second", 4, 9)))
-    assert [ticks(requests[name].scheduled_fs) for name in ("first", "second")] == [24, 24]
-    requests = served(by_hand(at(0, "last", 4, 3), at(20, "first", 4, 9), at(24, "second", 4, 9), max_num_seqs=2))
+    """The engine is full until tick 24, so that the first arrival cuts nothing; the second is announced at tick 20, long after the end
+    of the step was. At tick 24 there is room for both.
+    """
+    ending = [at(0, "x", 4, 3), at(0, "y", 4, 3)]
+    requests = served(by_hand(*ending, at(20, "first", 4, 9), at(24, "second", 4, 9), max_num_seqs=2))
     assert [ticks(requests[name].scheduled_fs) for name in ("first", "second")] == [24, 24]
 
 

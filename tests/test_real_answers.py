@@ -96,7 +96,7 @@ def test_a_prompt_may_be_computed_in_chunks_of_any_size(scenario, chunk):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_both_worlds_decide_alike_under_every_preset(name):
-    """Twenty-four scenarios a preset, of which several really preempt, swap, reuse and cancel."""
+    """Twenty-seven scenarios a preset, of which several really preempt, swap, reuse and cancel."""
     facts = []
     for scenario in SCENARIOS.values():
         cell = check_cell(scenario, name, "cpu")

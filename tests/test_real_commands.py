@@ -15,35 +15,49 @@ from experiments.validation import Cell
 REAL = ["run", "--executor", "torch", "--model", "tiny-llama-test", "--workload", "uniform", "--rate", "60"]
 
 
+UNDER_PRESSURE = """
+[model]
+model = "tiny-llama-test"
+
+[engine]
+num_gpu_blocks_override = 160
+max_model_len = 512
+
+[workload]
+workload = "uniform"
+num_requests = 200
+rate = 60.0
+cancel_rate = 0.05
+cancel_age_mean_s = 2.0
+input_tokens = [16, 200]
+output_tokens = [8, 80]
+
+[run]
+executor = "torch"
+device = "cpu"
+"""
+
+
 @pytest.mark.slow
 def test_two_hundred_requests_run_for_real_under_pressure(tmp_path, capsys):
-    code = main(
-        [
-            *REAL,
-            "--device",
-            "cpu",
-            "--num-requests",
-            "200",
-            "--num-gpu-blocks-override",
-            "500",
-            "--out",
-            str(tmp_path),
-            "--json",
-        ]
-    )
+    """The answer to every request, and every block back, in well under two minutes."""
+    scenario, out = tmp_path / "real.toml", tmp_path / "out"
+    scenario.write_text(UNDER_PRESSURE, encoding="utf-8")
+    code = main(["run", str(scenario), "--out", str(out), "--json"])
     summary = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert summary["finished"] == 200
+    assert summary["finished"] + summary["aborted"] == 200
+    assert summary["finished"] > 150
     assert summary["num_preemptions"] > 0
+    assert summary["oom_events"] == 0
     assert summary["kv_blocks_at_end"]["owned"] == 0
     assert summary["wall_time_s"] < 120
     (executor,) = summary["executors"]
-    assert executor["blocks"] == {"allocated": 0, "quarantined": 0, "free": 500}
+    assert executor["blocks"] == {"allocated": 0, "quarantined": 0, "free": 160}
     assert executor["fallbacks"] == []
     assert executor["sampled_tokens"] >= summary["output_tokens"]
-    assert executor["computed_tokens"] >= summary["input_tokens"] + summary["output_tokens"] - 200
-    provenance = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
-    assert provenance["scenario"]["run"]["device"] == "cpu"
+    written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert written["scenario"]["run"]["device"] == "cpu"
 
 
 def test_the_same_seed_gives_the_same_answers_in_other_times(capsys):

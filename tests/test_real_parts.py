@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from sim.core.clock import to_fs
 from sim.core.config import ConfigError
 from sim.core.plan import Durations, OomReport, StepPlan, StepResult
 from sim.core.prefix import BlockKeys, KeyTable
-from sim.core.request import RequestSpec
+from sim.core.request import RequestSpec, samples
 from sim.costs import FixedCost
 from sim.world.executors import RecordingExecutor, ReplayExecutor
 from sim.world.run import run_world
@@ -93,6 +94,13 @@ def test_the_book_and_the_prefix_index_mean_the_same_tokens(input_tokens, count,
     tokens = book(one, two)
     stop = min(one.named_tokens, input_tokens)
     assert tokens.tokens("one", 0, stop) == tokens.tokens("two", 0, stop)
+
+
+def test_samples_of_one_request_have_one_prompt():
+    tokens = book(*samples(replace(spec("a", 30, "xy"), n=3)), spec("b", 30, "xy"))
+    one, two = tokens.tokens("a#0", 0, 30), tokens.tokens("a#2", 0, 30)
+    assert one == two
+    assert one != tokens.tokens("b", 0, 30)
 
 
 def test_a_request_that_nobody_announced_is_named():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
-from sim.core.request import RequestSpec
+from sim.core.request import RequestSpec, samples
 
 if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
@@ -145,6 +145,12 @@ def _priorities(draw: random.Random) -> _Made:
     return requests, _engine(scheduling_policy="priority", num_gpu_blocks=15, watermark=draw.choice((0.0, 0.1)))
 
 
+def _samples(draw: random.Random) -> _Made:
+    """Several samples of one prompt: they share its blocks, also while one of them still computes it."""
+    requests = [replace(spec, n=draw.choice((1, 2, 3))) for spec in _requests(draw, 5, (6, 24), (3, 14))]
+    return [sample for spec in requests for sample in samples(spec)], _engine(num_gpu_blocks=draw.randint(14, 20))
+
+
 def _window(draw: random.Random) -> _Made:
     return _requests(draw, 10, (4, 32), (6, 16)), _engine(
         num_gpu_blocks=12, sliding_window=draw.choice((6, 9, 13)), max_num_batched_tokens=16, max_num_seqs=8
@@ -159,6 +165,7 @@ KINDS: dict[str, Callable[[random.Random], _Made]] = {
     "swaps": _swaps,
     "leavers": _leavers,
     "priorities": _priorities,
+    "samples": _samples,
     "window": _window,
 }
 """How each kind is made, by name."""

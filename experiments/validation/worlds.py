@@ -52,7 +52,7 @@ class Recorded:
 
 def preset(name: str, ladder: list[dict[str, str | float]] | None = None) -> PresetOf:
     """Configures an engine as a preset does; made anew for each run, because some policies learn."""
-    table = PolicyTable(policy=name, ladder=ladder).model_dump()
+    table = PolicyTable.model_validate({"policy": name, "ladder": ladder}).model_dump()
     return lambda config: choose_policy(table, config)
 
 

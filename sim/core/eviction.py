@@ -1,7 +1,8 @@
 """In which order free blocks are taken, and with them what the prefix cache forgets.
 
 A block that holds nothing findable is always taken first; the orders differ in which findable content goes next. Blocks of one
-release come in tail first, and a hit takes a whole chain from its head, so every order here takes leaves before their parents.
+release come in tail first, and a hit takes a whole chain from its head, so `lru` takes leaves before their parents. The other orders
+do so within one release, and may take a parent first that a less important, or less popular, sharer released last.
 """
 
 from __future__ import annotations

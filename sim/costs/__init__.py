@@ -2,7 +2,8 @@
 
 from .constant import FixedCost
 from .efficiency import RooflineEfficiency
+from .profile import FittedProfile
 from .protocol import CostModel
 from .roofline import Roofline
 
-__all__ = ["CostModel", "FixedCost", "Roofline", "RooflineEfficiency"]
+__all__ = ["CostModel", "FittedProfile", "FixedCost", "Roofline", "RooflineEfficiency"]

@@ -76,11 +76,11 @@ def run_world(
         core = EngineCore(config, policy=policy, decision_sink=None if log is None else log.sink(index))
         recorder = Recorder(index, core, None if device is None else MemoryRecord(device))
         served_by = ModelExecutor(cost) if executor is None else executor(core)
+        executors.append(served_by)
         if device is not None and memory_limit:
             served_by = WorkspaceExecutor(served_by, device, core)
         servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
         engines.append(core)
-        executors.append(served_by)
         recorders.append(recorder)
     route = ROUTERS[router]()
 

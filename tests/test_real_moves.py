@@ -1,0 +1,209 @@
+"""What a plan does to blocks before anything is computed: order, what may be poisoned when, and moves that are tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gpu.cpu_pool import CpuBlockPool
+from gpu.layout import KVLayout
+from gpu.ops import Ops
+from gpu.plan_moves import PlanMoves
+from gpu.pool import PagedKVPool
+from gpu.swap import BlockMover
+from sim.core.blocks import DoubleFreeError, IntegrityError
+from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
+
+
+class Device:
+    """A checked pool of eight blocks and a CPU pool of four, and what plans do to them."""
+
+    def __init__(self) -> None:
+        self.pool = PagedKVPool(LAYOUT, 8, checked=True)
+        self.ops = Ops("cpu")
+        self.cached: set[int] = set()
+        self.mover = BlockMover(self.pool, CpuBlockPool(LAYOUT, 4), self.ops)
+        self.moves = PlanMoves(self.pool, self.ops, self.mover, is_cached=self.cached.__contains__)
+        self.step = 0
+
+    def begin(self, **decided: object) -> None:
+        plan = StepPlan(step=self.step, repeat=1, start_fs=0, shape=BatchShape(), scheduled=lambda ahead: (), **decided)
+        self.pool.begin_step(self.step)
+        self.moves.begin(plan)
+
+    def end(self) -> None:
+        self.moves.settle()
+        self.pool.end_step()
+        self.step += 1
+
+    def hold(self, name: str, table: Sequence[int], context: int = 0) -> None:
+        self.moves.hold(scheduled(name, table, context))
+
+    def write(self, block: int, value: float) -> None:
+        for layer in range(LAYOUT.num_layers):
+            self.pool.layer(layer).kv[block].fill_(value)
+
+    def reads(self, block: int) -> float:
+        """What a block holds, all of it; NaN when it is poisoned."""
+        values = torch.stack([self.pool.layer(layer).kv[block] for layer in range(LAYOUT.num_layers)])
+        assert values.isnan().all() or (values == values.flatten()[0]).all()
+        return float(values.flatten()[0])
+
+    def poisoned(self, block: int) -> bool:
+        return self.reads(block) != self.reads(block)
+
+    def owns(self, name: str, table: Sequence[int], context: int = 0) -> None:
+        """`name` got these blocks in an earlier step, and wrote its own number of block and ten into each."""
+        self.begin()
+        self.hold(name, table, context)
+        for block in table:
+            self.write(block, block + 10)
+        self.end()
+
+
+def scheduled(name: str, table: Sequence[int], context: int = 0) -> ScheduledRequest:
+    return ScheduledRequest(name, 1, context, tuple(table), samples=True)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+def test_what_is_given_back_is_poisoned_unless_it_may_be_found_again(device):
+    device.owns("a", [1, 2, 3])
+    device.cached.add(2)
+    device.begin(releases=(("a", (1, 2, 3)),))
+    assert [device.poisoned(block) for block in (1, 2, 3)] == [True, False, True]
+    assert device.pool.tags.num_held == 0
+
+
+def test_a_block_is_saved_before_its_next_holder_gets_it(device):
+    """Swapped out, released, copied into and held anew, all in one plan."""
+    device.owns("victim", [1, 2])
+    device.owns("other", [3])
+    device.begin(
+        swap_outs=(("victim", ((1, 4), (2, 2))),),
+        releases=(("victim", (1, 2)),),
+        copies=((3, 1),),
+        preempted=("victim",),
+    )
+    device.hold("other", [1], context=2)
+    assert device.reads(1) == 13
+    assert device.poisoned(2)
+    device.end()
+    device.begin(swap_ins=(("victim", ((4, 5), (2, 6))),))
+    device.hold("victim", [5, 6], context=8)
+    assert [device.reads(block) for block in (5, 6)] == [11, 12]
+
+
+def test_what_is_still_to_be_copied_from_is_not_poisoned(device):
+    """The last other holder leaves in the very plan that copies on write."""
+    device.owns("parent", [1])
+    device.owns("child", [1], context=4)
+    device.begin(releases=(("parent", (1,)),), copies=((1, 2),), preempted=("parent",))
+    device.hold("child", [2], context=2)
+    assert device.reads(2) == 11
+    assert device.pool.tags.holders(1) == ()
+    assert device.pool.tags.holders(2) == ("child",)
+
+
+def test_a_victim_may_give_back_what_it_never_used(device):
+    """It was served, then picked as a victim, all while the plan was made."""
+    device.owns("victim", [1])
+    device.begin(releases=(("victim", (1, 2)),), preempted=("victim",))
+    device.begin(releases=(("newcomer", (3,)),), preempted=("newcomer",))
+    assert device.pool.tags.num_held == 0
+
+
+def test_nobody_else_may(device):
+    device.owns("a", [1])
+    with pytest.raises(
+        DoubleFreeError, match=r"block 2 is released twice: first by nobody \(it never held it\), now by a at step 1"
+    ):
+        device.begin(releases=(("a", (1, 2)),))
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_moves_that_had_no_memory_are_done_by_the_next_plan(device, failures, monkeypatch):
+    """The core takes the step back, so nobody has written in between: what was to be copied is still there."""
+    device.owns("victim", [1, 2])
+    device.owns("other", [3])
+    works, left = device.ops.move_blocks, [failures]
+
+    def fails(*arguments):
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
+        works(*arguments)
+
+    monkeypatch.setattr(device.ops, "move_blocks", fails)
+    plan = {
+        "swap_outs": (("victim", ((1, 1), (2, 2))),),
+        "releases": (("victim", (1, 2)),),
+        "copies": ((3, 1),),
+        "preempted": ("victim",),
+    }
+    for attempt in range(failures):
+        with pytest.raises(torch.OutOfMemoryError):
+            device.begin(**(plan if attempt == 0 else {}))
+        assert "victim" in device.moves.during
+        device.moves.take_back(scheduled("other", [1], 2))
+        device.pool.end_step()
+        device.step += 1
+    device.begin()
+    device.hold("other", [1], context=2)
+    assert device.reads(1) == 13
+    assert device.mover.cpu_pool.slots("victim")
+    device.end()
+    device.begin(swap_ins=(("victim", ((1, 5), (2, 6))),))
+    device.hold("victim", [5, 6], context=8)
+    assert [device.reads(block) for block in (5, 6)] == [11, 12]
+    assert device.mover.cpu_pool.num_free == 4
+
+
+def test_a_step_that_is_taken_back_gives_its_new_blocks_back(device):
+    device.owns("a", [1, 2], context=5)
+    device.begin()
+    device.hold("a", [1, 2, 3], context=8)
+    device.moves.take_back(scheduled("a", [1, 2, 3], context=8))
+    assert device.pool.tags.holders(3) == ()
+    assert device.poisoned(3)
+    assert device.reads(2) == 12
+
+
+def test_slots_of_a_request_that_ended_while_it_was_away_are_used_again(device):
+    """The device is not told of it; the core gives its slots to others."""
+    device.owns("gone", [1, 2, 3])
+    device.begin(swap_outs=(("gone", ((1, 1), (2, 2), (3, 3))),), releases=(("gone", (1, 2, 3)),), preempted=("gone",))
+    device.end()
+    device.owns("next", [4, 5])
+    device.begin(swap_outs=(("next", ((4, 3), (5, 4))),), releases=(("next", (4, 5)),), preempted=("next",))
+    assert device.mover.cpu_pool.num_free == 2
+    device.end()
+    device.begin(swap_ins=(("next", ((3, 1), (4, 2))),))
+    assert [device.reads(block) for block in (1, 2)] == [14, 15]
+
+
+def test_a_swap_without_a_cpu_pool_is_refused(device):
+    moves = PlanMoves(device.pool, device.ops, None, is_cached=lambda block: False)
+    plan = StepPlan(
+        step=0,
+        repeat=1,
+        start_fs=0,
+        shape=BatchShape(),
+        scheduled=lambda ahead: (),
+        swap_outs=(("a", ((1, 1),)),),
+    )
+    with pytest.raises(IntegrityError, match="the plan swaps a, but the executor was made without a CPU pool"):
+        moves.begin(plan)
+
+
+def test_the_last_releases_are_those_that_no_plan_has_told(device):
+    device.owns("a", [1, 2])
+    device.moves.close((("a", (1, 2)),))
+    assert device.pool.counters().free_blocks == 8
