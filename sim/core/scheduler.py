@@ -71,7 +71,9 @@ class Scheduler:
         if not len(self.waiting) or len(self.running) >= self.config.max_num_seqs:
             return True
         if self._policy.eviction != "lru" and not self.config.reserve_full_prompt:
-            return False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
+            return (
+                False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
+            )
         return self._admission.steady and self.waiting.steady
 
     def draft(self, now_fs: int) -> Draft:
