@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 _Length = Annotated[int, Field(ge=1)] | Annotated[list[int], Field(min_length=2, max_length=2)] | None
+
+
+def _whole_keys(given: object) -> object:
+    """TOML knows only text for keys; a priority is a whole number."""
+    if not isinstance(given, dict):
+        return given
+    return {
+        int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key: share for key, share in given.items()
+    }
+
+
+_Priorities = Annotated[dict[int, float], BeforeValidator(_whole_keys)]
 
 
 class Table(BaseModel):
@@ -133,7 +145,7 @@ class WorkloadTable(Table):
     arrival: str | None = Field(
         None, min_length=1, description="arrival process: poisson, gamma, on-off, deterministic or batch"
     )
-    priorities: dict[int, float] | None = Field(
+    priorities: _Priorities | None = Field(
         None, description="share of requests by priority (smaller is more important), for example {0 = 0.2, 1 = 0.8}"
     )
     cancel_age_mean_s: float | None = Field(

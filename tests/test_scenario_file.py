@@ -161,3 +161,9 @@ def test_an_unknown_name_in_python_names_the_nearest():
         Scenario(modle="llama-3.1-8b")
     with pytest.raises(ScenarioError, match="'blck_size'.*block_size in .engine."):
         Scenario().with_(blck_size=16)
+
+
+def test_priorities_of_a_file_are_whole_numbers_though_toml_keys_are_text(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[workload]\nworkload = "azure-conv"\npriorities = { 0 = 0.25, -1 = 0.75 }\n')
+    assert Scenario.load(file).workload.priorities == {0: 0.25, -1: 0.75}
