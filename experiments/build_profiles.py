@@ -15,7 +15,7 @@ from calibration.fit_card import fit_card_profile
 from calibration.fit_gpu import fit_gpu_profile
 from calibration.fit_model import fit_model_profile
 from calibration.readers import aiconfigurator, llmservingsim
-from sim.costs.library import FOLDER
+from sim.costs.fitted import FOLDER
 
 from .profile_sources import CARDS, END_TO_END, GPU_TABLES, KERNELS, MODEL_PROFILES, NOT_JUDGED, RUNS
 

@@ -21,7 +21,7 @@ from calibration.twin import SimulatedRun, preempted, simulate_requests
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.costs import Roofline
-from sim.costs.library import FOLDER, fitted_cost, profile_names
+from sim.costs.fitted import FOLDER, fitted_cost, profile_names
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile
 from sim.costs.protocol import CostModel

@@ -17,7 +17,7 @@ from sim.catalog.models import model_shape
 from sim.core.clock import to_s
 from sim.core.plan import BatchShape
 from sim.costs import Roofline
-from sim.costs.library import fitted_cost
+from sim.costs.fitted import fitted_cost
 from sim.costs.protocol import CostModel
 from sim.scenario import Scenario
 

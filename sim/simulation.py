@@ -240,7 +240,7 @@ def cost_model(resolved: Resolved) -> CostModel:
     Raises ScenarioError for an unknown one, ConfigError for one that cannot price this scenario.
     """
     from sim.costs import Roofline
-    from sim.costs.library import AUTO, fitted_cost, profile_names
+    from sim.costs.fitted import AUTO, fitted_cost, profile_names
 
     profile = resolved["gpu"]["profile"]
     settings = {

@@ -12,7 +12,7 @@ from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.core.config import ConfigError
 from sim.core.plan import BatchShape
-from sim.costs.library import fitted_cost, profile_names
+from sim.costs.fitted import fitted_cost, profile_names
 from sim.costs.piecewise import Grid, IntegerLine, Line
 from sim.costs.profile import FittedProfile
 from sim.costs.terms import StepTerms

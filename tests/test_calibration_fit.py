@@ -20,7 +20,7 @@ from calibration.tables import checked
 from calibration.tent import fit_grid, fit_line, never_falling, robust_nonnegative
 from experiments.validate_loop import INJECTED, coverage, logged_steps
 from sim.core.config import ConfigError
-from sim.costs.library import FOLDER, profile_names
+from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile_file import read_profile as read_document
 
 RNG = np.random.default_rng(7)

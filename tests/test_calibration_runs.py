@@ -27,7 +27,7 @@ from experiments.profile_sources import (
 from experiments.validate_silicon import errors
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
-from sim.costs.library import FOLDER, fitted_cost, profile_names
+from sim.costs.fitted import FOLDER, fitted_cost, profile_names
 from sim.costs.profile_file import read_profile
 
 
