@@ -129,7 +129,7 @@ class BlockPool:
 
     def find(self, keys: Iterable[int]) -> list[int]:
         """Blocks holding the longest run of `keys`. Takes nothing. Quarantined blocks cannot be found."""
-        return self.index.find(keys, frozenset(self._quarantined) if self._quarantined else ())
+        return self.index.find(keys, self._quarantined)
 
     def peek(self, num_blocks: int) -> list[int]:
         """The blocks the next allocations will take, in order, without taking them."""
