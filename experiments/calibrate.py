@@ -1,4 +1,4 @@
-"""`kvtwin calibrate`: fit a profile to measurements, and judge a profile against a recorded run."""
+"""`kvtwin calibrate`: measure a device, fit a profile to measurements, and judge a profile against a recorded run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sim.results.files import write_text
 from sim.scenario import Scenario
 
 from .options import Json, takes_scenario
@@ -17,20 +18,99 @@ if TYPE_CHECKING:
     from calibration.judge import Judgement
 
 calibrate_app = typer.Typer(
-    help="Fit a profile to measurements, and judge one against a recorded run.",
+    help="Measure a device, fit a profile to measurements, and judge one against a recorded run.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
 
 
 @calibrate_app.command(
-    "fit", epilog="\b\nExample:\n  kvtwin calibrate fit kernels/aiconfigurator/h100_sxm --out h100.json"
+    "measure", epilog="\b\nExample:\n  kvtwin calibrate measure --device cpu --budget 120s --out runs/cpu"
 )
+def measure_command(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder; a run in it is gone on with.")],
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="What to measure: cpu, cuda or cuda:N.")] = "cpu",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME|config.json",
+            help="The model whose steps are timed; default: tiny-llama-test on the CPU, llama-3.2-1b on a GPU.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="TIME", help="How long to measure, all sessions together: 120s, 2m.")
+    ] = "120s",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Format of weights and activations.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", metavar="TYPE", help="Format of the KV cache.")] = "auto",
+    block_size: Annotated[int, typer.Option("--block-size", metavar="TOKENS", min=1, help="Tokens a KV block.")] = 16,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option("--max-num-batched-tokens", metavar="TOKENS", min=1, help="Most tokens of a timed step.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option("--max-num-seqs", metavar="N", min=1, help="Most sequences of a timed step.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", metavar="TOKENS", min=1, help="Longest sequence of a timed step.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Root of the design and its order.")] = 0,
+    json: Json = False,
+) -> int:
+    """Time a designed set of steps on a device, with the executor that serves; memory beside. May be stopped and gone on with."""
+    from calibration.measure import DEFAULT_MODEL, MeasureSettings, measure
+    from calibration.quality import assess
+
+    settings = MeasureSettings(
+        model=model or DEFAULT_MODEL["cuda" if device.startswith("cuda") else "cpu"],
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        seed=seed,
+    )
+    command = f"kvtwin calibrate measure --device {device} --model {Path(settings.model).name} --budget {budget}"
+    with Progress("kvtwin calibrate measure") as progress:
+        run = measure(settings, seconds(budget), out, command=command, tell=progress.say)
+    quality, _ = assess(run.steps)
+    if json:
+        print_json({"out": str(out), "spent_s": run.spent_s, "quality": quality.as_dict(), **run.document})
+        return 0
+    say(
+        f"{quality.steps:,} steps of {run.document['model']['name']} on {run.document['provenance']['device_name']} in "
+        f"{run.spent_s:.0f} s; repeats differ by {quality.noise_floor:.1%}, {quality.outliers} outliers, "
+        f"drift {quality.drift:+.1%}"
+    )
+    for flag in quality.flags:
+        say(f"  note: {flag}")
+    say(f"wrote {out}")
+    return 0
+
+
+def seconds(text: str) -> float:
+    """A time such as `120s`, `2m`, `1.5h` or `90`. Raises CalibrationError."""
+    from calibration.errors import CalibrationError
+
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "s")
+    try:
+        value = float(number) * units[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise CalibrationError(f"--budget is {text!r}; it is a time such as 120s or 2m")
+    return value
+
+
+@calibrate_app.command("fit", epilog="\b\nExample:\n  kvtwin calibrate fit runs/cpu --out cpu.json --html cpu.html")
 def fit_command(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", help="Kernel tables: an LLMServingSim profile, or a system of aiconfigurator."
+            metavar="FOLDER",
+            help="A run of `calibrate measure`, or kernel tables: an LLMServingSim profile, or a system of aiconfigurator.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here.")],
@@ -40,26 +120,44 @@ def fit_command(
             "--tensor-parallel-size", metavar="N", min=1, help="Which of a model's tables to fit; default: 1."
         ),
     ] = 1,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="Which GPU timed steps are of, if its product name does not tell.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Of timed steps: the fit with its residuals as one page.")
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Fit a cost profile to kernel tables: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
+    """Fit a cost profile to timed steps or kernel tables: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
     from calibration.document import write
+    from calibration.errors import CalibrationError
+    from calibration.fit_page import fit_page
     from calibration.sources import fit_source
+    from calibration.step_log import is_step_run, read_run
+
+    if html is not None and not is_step_run(source):
+        raise CalibrationError("--html shows the residuals of timed steps; kernel tables have no such page")
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     with Progress("kvtwin calibrate fit") as progress:
         progress.say("fitting")
-        command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {tensor_parallel_size}"
-        profile = fit_source(source, tensor_parallel_size=tensor_parallel_size, date=today, command=command)
+        ranks = f" --tensor-parallel-size {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
+        command = f"kvtwin calibrate fit {source.name}{ranks}"
+        profile = fit_source(source, tensor_parallel_size=tensor_parallel_size, date=today, command=command, gpu=gpu)
         write(profile, out)
+        if html is not None:
+            write_text(html, fit_page(read_run(source), profile))
     shown = {
         key: profile[key]
-        for key in ("name", "kind", "gpu", "error", "intervals", "identifiability", "range", "provenance")
+        for key in ("name", "kind", "gpu", "error", "intervals", "identifiability", "range", "provenance", "memory", "quality")
+        if key in profile
     }
     if json:
         print_json(shown | {"out": str(out)})
     else:
         _print_fit(profile, out)
+        if html is not None:
+            say(f"wrote {html}")
     return 0
 
 
@@ -109,7 +207,7 @@ def judge_command(
         progress.say("simulating")
         judged = judge(run, simulate_requests(scenario, run.requests), margins)
     if html is not None:
-        html.write_text(page(judged), encoding="utf-8")
+        write_text(html, page(judged))
     if json:
         print_json(judged.as_dict())
     else:

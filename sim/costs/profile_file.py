@@ -107,7 +107,7 @@ def read_profile(path: Path) -> ProfileFile:
 
 
 def model_terms(profile: ProfileFile, *, copy_block_s: float, swap_block_s: float) -> StepTerms:
-    """The terms of a `model` profile; the arguments are what no kernel table holds.
+    """The terms of a `model` profile; the arguments are for profiles that do not hold them, as those from kernel tables.
 
     Raises: ConfigError for a missing or malformed term.
     """
@@ -132,11 +132,16 @@ def model_terms(profile: ProfileFile, *, copy_block_s: float, swap_block_s: floa
             max_tokens=int(limits["max_tokens"]),
             max_seqs=int(limits["max_seqs"]),
             max_context_tokens=int(limits["max_context_tokens"]),
-            copy_block_s=copy_block_s,
-            swap_block_s=swap_block_s,
+            copy_block_s=_measured_s(terms, "copy_block_us", copy_block_s),
+            swap_block_s=_measured_s(terms, "swap_block_us", swap_block_s),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{profile.where}: a term is missing or malformed: {type(error).__name__} {error}") from error
+
+
+def _measured_s(terms: Mapping[str, Any], name: str, otherwise_s: float) -> float:
+    """A time of the profile in seconds, where it was measured."""
+    return float(terms[name]) * _US if name in terms else otherwise_s
 
 
 def line(table: Mapping[str, Any], x: str, y: str = "us") -> Line:
