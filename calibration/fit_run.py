@@ -81,6 +81,7 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
             "measured_at": provenance["date"],
             "measured_with": provenance["command"],
             **{key: provenance.get(key) for key in ("driver", "cuda", "python", "threads")},
+            "clock": "CUDA events" if provenance["device"] == "cuda" else made["clock"],
             "date": date,
             "command": command,
         },

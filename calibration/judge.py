@@ -112,7 +112,15 @@ class Judgement:
             "num_gpu_blocks": self.twin.summary["num_gpu_blocks"],
             "metrics": [asdict(metric) for metric in self.metrics],
             "trajectories": [asdict(trajectory) for trajectory in self.trajectories],
-            "preemptions": {"predicted": self.twin.summary["num_preemptions"]},
+            "preemptions": {
+                "measured": self.run.num_preemptions,
+                "predicted": self.twin.summary["num_preemptions"],
+            },
+            "requests": {
+                "sent": len(self.run.requests),
+                "finished": int(self.run.finished.sum()),
+                "finished_in_the_twin": self.twin.summary["finished"],
+            },
             "bias": float(np.mean([metric.error for metric in self.metrics if not metric.absolute] or [0.0])),
             "worst": worst.name,
             "margins": asdict(self.margins),
@@ -122,32 +130,63 @@ class Judgement:
 
 
 def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) -> Judgement:
-    """Compare. Raises: CalibrationError when the twin did not finish the requests that the run finished."""
+    """Compare, over the requests that finished in the run.
+
+    Raises: CalibrationError when none did, or the twin did not finish one that the run finished.
+    """
     limits = margins or Margins()
-    if np.isnan(twin.e2el_s).any():
+    finished = run.finished
+    unfinished = int(np.isnan(twin.e2el_s[finished]).sum())
+    if unfinished or not finished.any():
         raise CalibrationError(
-            f"{run.name}: {int(np.isnan(twin.e2el_s).sum())} of {twin.e2el_s.size} requests did not finish in the simulation; "
-            "their times cannot be compared"
+            f"{run.name}: {unfinished} of {int(finished.sum())} requests did not finish in the simulation; their times cannot be compared"
+            if finished.any()
+            else f"{run.name}: none of its {finished.size} requests finished; there is nothing to compare"
         )
     rng = np.random.default_rng(SEED)
-    chosen = rng.integers(0, run.ttft_s.size, (RESAMPLES, run.ttft_s.size))
+    chosen = rng.integers(0, int(finished.sum()), (RESAMPLES, int(finished.sum())))
     metrics = [
-        _paired(f"{name}_{statistic}", getattr(run, f"{name}_s"), getattr(twin, f"{name}_s"), statistic, chosen, limits)
+        _paired(
+            f"{name}_{statistic}",
+            getattr(run, f"{name}_s")[finished],
+            getattr(twin, f"{name}_s")[finished],
+            statistic,
+            chosen,
+            limits,
+        )
         for name in ("ttft", "tpot", "e2el")
         for statistic in STATISTICS
     ]
+    metrics += _itl(run, twin, limits)
     metrics += [
         _single("makespan_s", run.makespan_s, twin.makespan_s, limits.mean),
         _single(
             "request_throughput_per_s",
-            len(run.requests) / run.makespan_s,
-            len(run.requests) / twin.makespan_s,
+            int(finished.sum()) / run.makespan_s,
+            int(np.isfinite(twin.e2el_s).sum()) / twin.makespan_s,
             limits.mean,
         ),
     ]
     return Judgement(
         run=run, twin=twin, metrics=tuple(metrics), trajectories=tuple(_trajectories(run, twin, limits)), margins=limits
     )
+
+
+def _itl(run: RecordedRun, twin: SimulatedRun, limits: Margins) -> list[Metric]:
+    """Inter-token latency over all tokens, where it was recorded. Its statistics alone are, so there is no interval."""
+    if run.itl_s is None:
+        return []
+    predicted = twin.summary["itl_s"]
+    return [
+        _single(
+            f"itl_{statistic}_s",
+            run.itl_s[statistic],
+            predicted[statistic],
+            limits.mean if statistic == "mean" else limits.tail,
+        )
+        for statistic in STATISTICS
+        if statistic in run.itl_s
+    ]
 
 
 def _paired(name: str, measured: Array, predicted: Array, statistic: str, chosen: Any, limits: Margins) -> Metric:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from .judge import DIFFERENT, EQUIVALENT, Judgement, Metric
-from .plots import BLUE, GREY, Series, against, lines, page_frame
+from .plots import BLUE, GREY, Series, against, lines, page_frame, table
 
 CLASS = {EQUIVALENT: "good", DIFFERENT: "bad"}
 
@@ -16,7 +16,7 @@ def page(judgement: Judgement) -> str:
     run, twin = judgement.run, judgement.twin
     title = f"kvtwin: {run.name} against its twin"
     scatter = [
-        _scatter(f"{label}, s", measured, predicted)
+        against(f"{label}, s", measured, predicted)
         for label, measured, predicted in (
             ("TTFT", run.ttft_s, twin.ttft_s),
             ("TPOT", run.tpot_s, twin.tpot_s),
@@ -25,22 +25,27 @@ def page(judgement: Judgement) -> str:
     ]
     paths = []
     if run.ticks_s is not None:
-        simulated = twin.at(run.ticks_s)
-        paths = [_lines(name, run.ticks_s, values, simulated[name]) for name, values in run.trajectories.items()]
+        ticks, simulated = run.ticks_s, twin.at(run.ticks_s)
+        paths = [
+            lines(f"{name} over time", [Series(ticks, values, GREY), Series(ticks, simulated[name], BLUE)])
+            for name, values in run.trajectories.items()
+        ]
+    preemptions, requests = document["preemptions"], document["requests"]
+    measured = "not recorded" if preemptions["measured"] is None else f"{preemptions['measured']:,}"
     warnings = "".join(f"<li>{escape(text)}</li>" for text in document["warnings"])
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style></head>
-<body><h1>{escape(title)}</h1>
-<p>Verdict: <strong class="{CLASS.get(judgement.verdict, "open")}">{judgement.verdict}</strong>. Measured: {escape(run.provenance)}.
-Simulated with {escape(twin.profile)} and {document["num_gpu_blocks"]:,} KV blocks. Mean error (bias) {document["bias"]:+.1%};
-worst for its margin: {escape(document["worst"])}.</p>
-<table><tr><th>metric</th><th>measured</th><th>predicted</th><th>error</th><th>90 % interval</th><th>margin</th><th>verdict</th></tr>
-{"".join(_row(metric) for metric in judgement.metrics)}</table>
-<table><tr><th>trajectory</th><th>mean measured</th><th>mean simulated</th><th>distance</th><th>verdict</th></tr>
-{_trajectory_rows(judgement)}</table>
+    head = ("metric", "measured", "predicted", "error", "90 % interval", "margin", "verdict")
+    body = f"""<p>Verdict: <strong class="{CLASS.get(judgement.verdict, "open")}">{judgement.verdict}</strong>. Measured:
+{escape(run.provenance)}. Simulated with {escape(twin.profile)} and {document["num_gpu_blocks"]:,} KV blocks. Mean error (bias)
+{document["bias"]:+.1%}; worst for its margin: {escape(document["worst"])}.</p>
+<p>{requests["finished"]:,} of {requests["sent"]:,} requests finished, {requests["finished_in_the_twin"]:,} in the simulation. Preemptions:
+{measured} measured, {preemptions["predicted"]:,} predicted. An error without an interval is that of a single value.</p>
+{table(head, [_row(metric) for metric in judgement.metrics])}
+{table(("trajectory", "mean measured", "mean simulated", "distance", "verdict"), _trajectory_rows(judgement))}
 <h2>Predicted against measured</h2>{"".join(scatter)}
 <h2>Over time</h2><p>Grey: measured. Blue: simulated.</p>{"".join(paths) or "<p>Not recorded.</p>"}
-<h2>To know</h2><ul>{warnings}</ul></body></html>
+<h2>To know</h2><ul>{warnings}</ul>
 """
+    return page_frame(title, body)
 
 
 def _row(metric: Metric) -> str:
@@ -50,14 +55,15 @@ def _row(metric: Metric) -> str:
     )
     return (
         f"<tr><td>{escape(metric.name)}</td><td>{metric.measured:.4g}</td><td>{metric.predicted:.4g}</td><td>{error}</td>"
-        f'<td>{low} to {high}</td><td>{margin.lstrip("+")}</td><td class="{CLASS.get(metric.verdict, "open")}">{metric.verdict}</td></tr>'
+        f"<td>{'–' if metric.low == metric.high else f'{low} to {high}'}</td><td>"
+        f'{margin.lstrip("+")}</td><td class="{CLASS.get(metric.verdict, "open")}">{metric.verdict}</td></tr>'
     )
 
 
-def _trajectory_rows(judgement: Judgement) -> str:
-    return "".join(
+def _trajectory_rows(judgement: Judgement) -> list[str]:
+    return [
         f"<tr><td>{escape(one.name)}</td><td>{one.measured_mean:.4g}</td><td>{one.predicted_mean:.4g}</td>"
         f'<td>{one.distance:.1%}</td><td class="{CLASS.get(one.verdict, "open")}">{one.verdict}</td></tr>'
         for one in judgement.trajectories
-    )
+    ]
 

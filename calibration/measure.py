@@ -28,7 +28,7 @@ MOST_WARM_UP = 0.2
 """Share of the budget that warming up may take; a step as large as any is run at least once."""
 DEFAULT_MODEL = {"cpu": "tiny-llama-test", "cuda": "llama-3.2-1b"}
 """What is measured when no model is named, by device."""
-LIMITS = {"cpu": (512, 32, 1024), "cuda": (4096, 256, 8192)}
+LIMITS = {"cpu": (1024, 64, 2048), "cuda": (4096, 256, 8192)}
 """Tokens a step, sequences a step and longest sequence that are timed when nothing else is said, by device."""
 POOL_BYTES = {"cpu": 1 << 30, "cuda": 16 << 30}
 """Most bytes of KV pool that are taken for it."""
@@ -51,6 +51,8 @@ class MeasureSettings:
     max_model_len: int | None = None
     seed: int = 0
     """Root of the design, its order, weights and contents."""
+    clock: str = "wall"
+    """What times a step on the CPU: `wall`, or `thread`, which stands still while other processes have the core."""
 
     def limits(self, shape: ModelShape) -> Limits:
         """The range of steps, and a pool with room for the widest of them, as far as the memory set aside for it goes."""
@@ -106,6 +108,7 @@ def measure(
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         seed=settings.seed,
+        clock=settings.clock,
     )
     facts = {**device_facts(settings.device), "date": now(), "command": command}
     if before is not None:
@@ -235,7 +238,7 @@ def _dtype(settings: MeasureSettings, shape: ModelShape) -> str:
 def _settings(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
     dtype = _dtype(settings, shape)
     cache = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    return {"dtype": dtype, "kv_cache_dtype": cache, "seed": settings.seed, "tensor_parallel_size": 1}
+    return {"dtype": dtype, "kv_cache_dtype": cache, "seed": settings.seed, "clock": settings.clock, "tensor_parallel_size": 1}
 
 
 def _check_same(before: StepRun, settings: MeasureSettings, shape: ModelShape, out: Path) -> None:

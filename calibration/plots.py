@@ -10,7 +10,7 @@ import numpy as np
 
 from .tent import Array
 
-WIDTH, HEIGHT, EDGE = 420, 300, 46
+WIDTH, HEIGHT, EDGE = 420, 300, 56
 MOST_POINTS = 1000
 BLUE, GREY, RED, GREEN = "#1f6feb", "#8b95a1", "#b3261e", "#12724a"
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#1c2733}
@@ -54,7 +54,7 @@ def against(label: str, measured: Array, predicted: Array) -> str:
         f'<line x1="{EDGE}" y1="{HEIGHT - EDGE}" x2="{WIDTH - 10}" y2="10" stroke="#9aa5b1" stroke-dasharray="4 3"/>'
     )
     plotted = _dots(Series(x, y), (0.0, top), (0.0, top))
-    return figure(diagonal + plotted, f"{label}: predicted (up) against measured", ("0", f"{top:.3g}"), ("0", f"{top:.3g}"))
+    return figure(diagonal + plotted, f"{label}: predicted (up) against measured", ("0", tick(top)), ("0", tick(top)))
 
 
 def dots(caption: str, series: Sequence[Series], *, log_x: bool = False, middle: float | None = None) -> str:
@@ -72,8 +72,8 @@ def dots(caption: str, series: Sequence[Series], *, log_x: bool = False, middle:
     if middle is not None:
         at = _up(middle, low_y, high_y)
         drawn = f'<line x1="{EDGE}" y1="{at:.1f}" x2="{WIDTH - 10}" y2="{at:.1f}" stroke="#9aa5b1" stroke-dasharray="4 3"/>{drawn}'
-    ends = tuple(f"{10**value:.3g}" if log_x else f"{value:.3g}" for value in (low_x, high_x))
-    return figure(drawn + _key(shown), caption, (ends[0], ends[1]), (f"{low_y:.3g}", f"{high_y:.3g}"))
+    ends = [tick(10**value if log_x else value) for value in (low_x, high_x)]
+    return figure(drawn + _key(shown), caption, (ends[0], ends[1]), (tick(low_y), tick(high_y)))
 
 
 def lines(caption: str, series: Sequence[Series], unit: str = "s") -> str:
@@ -90,7 +90,7 @@ def lines(caption: str, series: Sequence[Series], unit: str = "s") -> str:
         )
         for one in series
     )
-    return figure(drawn, caption, ("0", f"{end:.3g} {unit}"), ("0", f"{top:.3g}"))
+    return figure(drawn, caption, ("0", f"{tick(end)} {unit}"), ("0", tick(top)))
 
 
 def figure(content: str, caption: str, across: tuple[str, str], up: tuple[str, str]) -> str:
@@ -108,6 +108,14 @@ def figure(content: str, caption: str, across: tuple[str, str], up: tuple[str, s
         f'<figure><svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(caption)}">{axes}{content}</svg>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
+
+
+def tick(value: float) -> str:
+    """A number at the end of an axis: three digits, with k, M or G."""
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale * 0.9995:
+            return f"{value / scale:.3g}{letter}"
+    return f"{value:.3g}"
 
 
 def _dots(series: Series, span_x: tuple[float, float], span_y: tuple[float, float]) -> str:

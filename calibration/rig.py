@@ -56,6 +56,7 @@ class StepRig:
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         seed: int = 0,
+        clock: str = "wall",
     ) -> None:
         """Raises ConfigError for a model or device that cannot be run, OutOfMemoryError when it does not fit."""
         self.limits, self.shape = limits, shape
@@ -70,6 +71,7 @@ class StepRig:
                 seed=seed,
                 sampling=Sampling(),
                 num_threads=1 if device == "cpu" and shape.num_parameters < SMALL else None,
+                clock=clock,
             ),
             [],
             on_step=self._read,

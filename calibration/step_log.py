@@ -29,7 +29,7 @@ COLUMNS: dict[str, str] = {
     "point": "number of the designed step; repeats have the same; 0 is the reference step",
     "group": "reference, corner, space (space filling) or moves (block copies and swaps)",
     "elapsed_s": "seconds spent on this run, all sessions together, when the step ended",
-    "duration_us": "duration of the step in microseconds, by CUDA events on a GPU and by the monotonic clock elsewhere",
+    "duration_us": "duration of the step in microseconds: by CUDA events on a GPU, elsewhere by the clock that `settings` name",
     "prefill": "prompt chunks as tokens@context: tokens computed now @ tokens cached before; separated by spaces",
     "decode_seqs": "sequences that compute one token",
     "decode_context_tokens": "KV tokens that their attention reads, the new ones included, all sequences together",

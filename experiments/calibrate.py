@@ -54,6 +54,14 @@ def measure_command(
         int | None, typer.Option("--max-model-len", metavar="TOKENS", min=1, help="Longest sequence of a timed step.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Root of the design and its order.")] = 0,
+    clock: Annotated[
+        str,
+        typer.Option(
+            "--clock",
+            metavar="wall|thread",
+            help="On the CPU: wall time, or the time that the thread had a core, for a machine that others use too.",
+        ),
+    ] = "wall",
     json: Json = False,
 ) -> int:
     """Time a designed set of steps on a device, with the executor that serves; memory beside. May be stopped and gone on with."""
@@ -70,8 +78,10 @@ def measure_command(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         seed=seed,
+        clock=clock,
     )
     command = f"kvtwin calibrate measure --device {device} --model {Path(settings.model).name} --budget {budget}"
+    command += "" if clock == "wall" else f" --clock {clock}"
     with Progress("kvtwin calibrate measure") as progress:
         run = measure(settings, seconds(budget), out, command=command, tell=progress.say)
     quality, _ = assess(run.steps)
@@ -173,7 +183,7 @@ def judge_command(
     scenario: Scenario,
     recorded: Annotated[
         Path | None,
-        typer.Option("--run", metavar="PATH", help="The recorded run: a folder with requests.jsonl, or an llm-d CSV."),
+        typer.Option("--run", metavar="PATH", help="The recorded run: an out folder of run --executor torch, a folder with requests.jsonl, an llm-d CSV."),
     ] = None,
     prefixes: Annotated[
         Path | None,
@@ -203,6 +213,8 @@ def judge_command(
         raise CalibrationError("the requests are the recorded run's: leave --trace and --workload out")
     margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin)
     run = read_run(recorded, prefixes)
+    if run.scenario is not None:  # it says itself what was run; flags change that
+        scenario = run.scenario.with_(**scenario.given())
     with Progress("kvtwin calibrate judge") as progress:
         progress.say("simulating")
         judged = judge(run, simulate_requests(scenario, run.requests), margins)
@@ -230,17 +242,21 @@ def _print_fit(profile: dict[str, Any], out: Path) -> None:
 def _print_judgement(judged: Judgement) -> None:
     say(f"{judged.run.name} against {judged.twin.profile}: {judged.verdict}")
     for metric in judged.metrics:
+        single = metric.low == metric.high
         shown = [
             f"{v * 1e3:+.1f} ms" if metric.absolute else f"{v:+.2%}" for v in (metric.error, metric.low, metric.high)
         ]
         say(
             f"  {metric.name:<26} {metric.measured:10.4g} measured {metric.predicted:10.4g} predicted "
-            f"{shown[0]:>9}  [{shown[1]}, {shown[2]}]  {metric.verdict}"
+            f"{shown[0]:>9}  {'' if single else f'[{shown[1]}, {shown[2]}]  '}{metric.verdict}"
         )
     for path in judged.trajectories:
         say(
             f"  {path.name:<26} {path.measured_mean:10.4g} measured {path.predicted_mean:10.4g} predicted "
             f"distance {path.distance:.1%}  {path.verdict}"
         )
+    preemptions = judged.as_dict()["preemptions"]
+    if preemptions["measured"] is not None:
+        say(f"  {'preemptions':<26} {preemptions['measured']:10,} measured {preemptions['predicted']:10,} predicted")
     for warning in judged.twin.summary["warnings"]:
         say(f"  note: {warning}")

@@ -58,9 +58,10 @@ class TorchExecutor:
         sampling: Sampling | None = None,
         watch: AbstractContextManager[Any] | None = None,
         on_step: Callable[[StepReading], None] | None = None,
+        clock: str = "wall",
     ) -> None:
         """`is_cached` says whether the core's prefix cache may find a block; `watch` is entered around every step (a meter
-        with a byte limit, for instance); `on_step` gets a reading a step.
+        with a byte limit, for instance); `on_step` gets a reading a step; `clock` is one of `gpu.timing.CLOCKS`.
         """
         self.model, self.pool, self.workspace, self.tokens = model, pool, workspace, tokens
         self._buffers = buffers
@@ -68,7 +69,7 @@ class TorchExecutor:
         self._sampling = Sampling() if sampling is None else sampling
         self._watch = nullcontext() if watch is None else watch
         self._on_step = on_step
-        self._timer = step_timer(pool.device)
+        self._timer = step_timer(pool.device, clock)
         self.steps = self.oom_events = self.computed_tokens = self.sampled_tokens = 0
         """Steps run, those of them that ran out of memory, and what the others computed."""
 

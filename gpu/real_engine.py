@@ -19,6 +19,7 @@ from sim.core.request import RequestSpec
 from .batch import BatchBuffers, Sampling
 from .cpu_pool import CpuBlockPool
 from .decoder_config import DecoderConfig
+from .device_facts import device_facts
 from .executor import StepReading, TorchExecutor
 from .layout import KVLayout
 from .metering import DeviceBudget, StorageMeter
@@ -55,6 +56,8 @@ class RealSettings:
     """A hard limit on the CPU device, pool and workspace included."""
     num_threads: int | None = None
     """Cores that torch may use in this process; None leaves its choice."""
+    clock: str = "wall"
+    """What times a step on the CPU: `wall`, or `thread`, the time that the thread had a processor (see `gpu.timing`)."""
     workspace_bytes: int | None = None
     """Workspace, instead of what the largest step needs; a step that does not fit is taken back and tried smaller."""
 
@@ -128,13 +131,15 @@ class RealEngine:
             sampling=settings.sampling,
             watch=None if self._budget is None else StorageMeter(self._budget),
             on_step=self._on_step,
+            clock=settings.clock,
         )
         self.executors.append(executor)
         return executor
 
     def report(self) -> list[dict[str, Any]]:
-        """What each executor did."""
-        return [executor.report() for executor in self.executors]
+        """What each executor did, and on which machine."""
+        machine = device_facts(self.settings.device)
+        return [{**executor.report(), "machine": machine} for executor in self.executors]
 
     @property
     def _torch_dtype(self) -> Any:
@@ -165,9 +170,9 @@ SMALL = 1 << 24
 
 
 def for_scenario(
-    tables: Mapping[str, Mapping[str, Any]], shape: ModelShape, requests: Sequence[RequestSpec]
+    tables: Mapping[str, Mapping[str, Any]], shape: ModelShape, requests: Sequence[RequestSpec], *, clock: str = "wall"
 ) -> RealEngine:
-    """The engine that a resolved scenario asks for: `tables` as `Resolved.tables`.
+    """The engine that a resolved scenario asks for: `tables` as `Resolved.tables`, and `clock` as in `RealSettings`.
 
     Raises:
         ConfigError: a model, format or device that cannot be run.
@@ -184,6 +189,7 @@ def for_scenario(
         seed=run["seed"],
         checked=run["check"],
         num_threads=1 if run["device"] == "cpu" and shape.num_parameters < SMALL else None,
+        clock=clock,
     )
     return RealEngine(settings, requests)
 

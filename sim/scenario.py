@@ -145,6 +145,10 @@ class Scenario(BaseModel):
         BaseModel.__init__(scenario, **_validated(tables, where))
         return scenario
 
+    def given(self) -> dict[str, dict[str, Any]]:
+        """What was given, without defaults: a mapping a table, tables of which nothing was given left out. For `with_`."""
+        return {name: keys for name, keys in self._given().items() if keys}
+
     def _given(self) -> _Tables:
         """What was given, without defaults."""
         tables = {name: getattr(self, name).model_dump(exclude_unset=True) for name in TABLES}

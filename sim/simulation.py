@@ -239,6 +239,7 @@ def cost_model(resolved: Resolved) -> CostModel:
 
     Raises ScenarioError for an unknown one, ConfigError for one that cannot price this scenario.
     """
+    from sim.catalog.host import HOST
     from sim.costs import Roofline
     from sim.costs.fitted import AUTO, fitted_cost, profile_names
 
@@ -251,6 +252,11 @@ def cost_model(resolved: Resolved) -> CostModel:
             for key in ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
         },
     }
+    if profile == ROOFLINE and resolved.gpu.name == HOST.name and resolved["run"]["executor"] == "model":
+        raise ScenarioError(
+            "[gpu] gpu is 'cpu', whose data sheet prices no step; give a profile that was measured (--profile auto, or one from "
+            "`kvtwin calibrate measure` and `fit`), or run it for real with --executor torch"
+        )
     if profile == ROOFLINE:
         return Roofline(resolved.model, resolved.gpu, **settings)
     known = (ROOFLINE, AUTO, *profile_names())
