@@ -93,17 +93,22 @@ def _device(run: StepRun, gpu: str | None) -> str:
     provenance = run.document["provenance"]
     if provenance["device"] == "cpu":
         return HOST.name
-    if gpu is not None:
-        return gpu_called(gpu).name
-    words = str(provenance["device_name"]).lower().removeprefix("nvidia").replace("geforce", "").split()
-    for name in ("-".join(words), *("-".join(words[:end]) for end in range(len(words), 0, -1))):
+    return gpu_called(gpu).name if gpu is not None else catalogue_device(str(provenance["device_name"]))
+
+
+def catalogue_device(product: str) -> str:
+    """The catalogue's name of a GPU by its product name, such as `NVIDIA H200`.
+
+    Raises: CalibrationError when the catalogue does not know it under that name.
+    """
+    words = product.lower().removeprefix("nvidia").replace("geforce", "").split()
+    for end in range(len(words), 0, -1):
         try:
-            return gpu_called(name).name
+            return gpu_called("-".join(words[:end])).name
         except ConfigError:
             continue
     raise CalibrationError(
-        f"{run.name} was measured on {provenance['device_name']}, which is not in the catalogue under that name; "
-        f"say which GPU it is with --gpu (there are {', '.join(GPUS)})"
+        f"{product} is not in the catalogue under that name; say which GPU it is with --gpu (there are {', '.join(GPUS)})"
     )
 
 

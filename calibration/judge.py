@@ -31,6 +31,7 @@ STATISTICS: dict[str, Callable[[Array], Array]] = {
 SMALL_TTFT_S = 0.2
 """TTFT below this is judged by its absolute error: its relative one says nothing."""
 SMALL_TTFT_MARGIN_S = 0.02
+"""The margin then, or one step (a median TPOT) where that is less: when in a step a request arrives is chance."""
 RESAMPLES = 500
 FEW = 0.5
 """Mean number of requests below which a trajectory is not compared."""
@@ -145,6 +146,7 @@ def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) 
         )
     rng = np.random.default_rng(SEED)
     chosen = rng.integers(0, int(finished.sum()), (RESAMPLES, int(finished.sum())))
+    small_s = min(SMALL_TTFT_MARGIN_S, float(np.nanmedian(run.tpot_s))) if np.isfinite(run.tpot_s).any() else SMALL_TTFT_MARGIN_S
     metrics = [
         _paired(
             f"{name}_{statistic}",
@@ -153,6 +155,7 @@ def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) 
             statistic,
             chosen,
             limits,
+            small_s,
         )
         for name in ("ttft", "tpot", "e2el")
         for statistic in STATISTICS
@@ -189,11 +192,13 @@ def _itl(run: RecordedRun, twin: SimulatedRun, limits: Margins) -> list[Metric]:
     ]
 
 
-def _paired(name: str, measured: Array, predicted: Array, statistic: str, chosen: Any, limits: Margins) -> Metric:
+def _paired(
+    name: str, measured: Array, predicted: Array, statistic: str, chosen: Any, limits: Margins, small_ttft_s: float
+) -> Metric:
     of = STATISTICS[statistic]
     a, b = float(of(measured)), float(of(predicted))
     absolute = name.startswith("ttft") and a < SMALL_TTFT_S
-    margin = SMALL_TTFT_MARGIN_S if absolute else (limits.mean if statistic == "mean" else limits.tail)
+    margin = small_ttft_s if absolute else (limits.mean if statistic == "mean" else limits.tail)
     again_a, again_b = of(measured[chosen]), of(predicted[chosen])
     errors = again_b - again_a if absolute else again_b / again_a - 1
     low, high = (float(value) for value in np.nanquantile(errors, [0.05, 0.95]))

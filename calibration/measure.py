@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sim.catalog.models import MODELS, model_shape
 from sim.catalog.shape import ModelShape
@@ -20,12 +20,15 @@ from .design import DesignPoint, Limits, design, pass_order
 from .errors import CalibrationError
 from .step_log import SCHEMA, SCHEMA_VERSION, Step, StepRun, is_step_run, read_run, write_run
 
+if TYPE_CHECKING:
+    from .rig import StepRig
+
 REFERENCE_EVERY = 8
 SAVE_EVERY_S = 2.0
 LEAST_BUDGET_S = 2.0
 WARM_UP_S = 0.5
 MOST_WARM_UP = 0.2
-"""Share of the budget that warming up may take; a step as large as any is run at least once."""
+"""Share of a session that warming up may take; a step as large as any is run at least once."""
 DEFAULT_MODEL = {"cpu": "tiny-llama-test", "cuda": "llama-3.2-1b"}
 """What is measured when no model is named, by device."""
 LIMITS = {"cpu": (1024, 64, 2048), "cuda": (4096, 256, 8192)}
@@ -79,10 +82,11 @@ def measure(
     *,
     command: str,
     tell: Callable[[str], None] = lambda text: None,
+    rig: StepRig | None = None,
 ) -> StepRun:
     """Measure until `budget_s` seconds are spent on the run in `out`, those of earlier sessions included; returns the run.
 
-    `tell` hears how far it is. Raises: CalibrationError for a budget too small, or a run in `out` that is of something else;
+    `tell` hears how far it is; `rig` is one that `make_rig` made of the same settings. Raises: CalibrationError for a budget too small, or a run in `out` that is of something else;
     ConfigError for a model or device that cannot be run; OSError.
     """
     if budget_s < LEAST_BUDGET_S:
@@ -94,22 +98,11 @@ def measure(
         if before.spent_s >= budget_s:
             return before
     from gpu.device_facts import device_facts, now
-    from .rig import StepRig
 
-    limits = settings.limits(shape)
-    points = design(limits, settings.seed)
     started_s = time.perf_counter()
     tell("loading the model")
-    rig = StepRig(
-        shape,
-        limits,
-        source=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        seed=settings.seed,
-        clock=settings.clock,
-    )
+    rig = rig or make_rig(settings)
+    limits, points = rig.limits, design(rig.limits, settings.seed)
     facts = {**device_facts(settings.device), "date": now(), "command": command}
     if before is not None:
         _check_same_device(before, facts, out)
@@ -117,6 +110,23 @@ def measure(
     document = _document(settings, shape, limits, before, facts, rig.memory)
     session.work(lambda steps: write_run(out, document, steps), tell)
     return read_run(out)
+
+
+def make_rig(settings: MeasureSettings) -> StepRig:
+    """What runs the steps. Raises: ConfigError for a model or device that cannot be run; OutOfMemoryError."""
+    from .rig import StepRig
+
+    shape = model_shape(settings.model)
+    return StepRig(
+        shape,
+        settings.limits(shape),
+        source=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        seed=settings.seed,
+        clock=settings.clock,
+    )
 
 
 class _Session:
@@ -134,7 +144,9 @@ class _Session:
         self._rig, self._points, self._seed, self._budget_s = rig, points, seed, budget_s
         self._steps = list(before.steps) if before else []
         self._number = 1 + max((step.session for step in self._steps), default=-1)
-        self._started_s = started_s - (before.spent_s if before else 0.0)
+        spent_s = before.spent_s if before else 0.0
+        self._started_s = started_s - spent_s
+        self._warm_until_s = spent_s + (budget_s - spent_s) * MOST_WARM_UP
 
     @property
     def _spent_s(self) -> float:
@@ -163,9 +175,9 @@ class _Session:
         for point in self._points:
             if point.group == "corner":
                 self._rig.run(point)
-                if self._spent_s > self._budget_s * MOST_WARM_UP:
+                if self._spent_s > self._warm_until_s:
                     break
-        until_s = min(self._spent_s + WARM_UP_S, self._budget_s * MOST_WARM_UP)
+        until_s = min(self._spent_s + WARM_UP_S, self._warm_until_s)
         while self._spent_s < until_s:
             self._rig.run(self._points[0])
 
