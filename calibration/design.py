@@ -170,14 +170,16 @@ def _corners(limits: Limits) -> Iterator[tuple[Share, ...]]:
     sizes = sorted({1, 2, max(1, seqs // 4), seqs})
     for n in sizes:
         yield from (_decodes([length] * n) for length in lengths)
-    chunks = sorted({2, 16, max(2, tokens // 8), min(tokens, longest)})
+    chunks = sorted({2, min(16, longest), min(longest, max(2, tokens // 8)), min(tokens, longest)})
     for chunk in chunks:
         for context in sorted({0, (longest - chunk) // 4, longest - chunk}):
             yield _chunks([(chunk, context)], samples=False)
             yield _chunks([(chunk, context)], samples=True)
+    whole = min(tokens, longest)
+    yield _chunks([(whole, 0)] * min(seqs, tokens // whole), samples=True)
     for n in (seqs // 4, seqs - 1):  # a chunk is a sequence too
         for length in (longest // 8, longest):
-            for chunk in (16, min(tokens - n, longest)):
+            for chunk in (min(16, tokens - n), min(tokens - n, longest)):
                 if chunk > 1:
                     yield _decodes([length] * n) + _chunks([(chunk, 0)], samples=True)
                     yield _decodes([length] * n) + _chunks([(chunk, longest - chunk)], samples=False)

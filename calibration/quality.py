@@ -3,7 +3,8 @@
 The reference step is timed again and again through a run. What it takes says how fast the device is at that time: a GPU that
 gets hot lowers its clocks, and a shared CPU is given to others.
 
-Source: Iglewicz and Hoaglin 1993 (robust z); Theil 1950, Sen 1968 (slope by medians).
+Source: Iglewicz and Hoaglin 1993 (robust z); Theil 1950, Sen 1968 (slope by medians); Croux and Rousseeuw 1992
+(small samples).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ MOST_SLOW = 0.4
 NOISY = 0.10
 """A noise floor above this is flagged."""
 LEAST_REFERENCE = 3
+FEW = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
+"""By how much the median of absolute deviations of so many values is too small, on average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +129,10 @@ def _outliers(steps: Sequence[Step], usable: npt.NDArray[np.bool_]) -> tuple[npt
 
 
 def _spread(values: Array) -> float:
-    """Standard deviation by the median of absolute deviations."""
-    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+    """Standard deviation by the median of absolute deviations, corrected for small samples."""
+    size = values.size
+    correction = FEW[size] if size in FEW else size / (size - 0.8)
+    return correction * 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
 def _rolling_median(values: Array) -> Array:

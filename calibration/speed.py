@@ -21,6 +21,7 @@ def at_speed(cost: FittedProfile, factor: float) -> FittedProfile:
             decode=_grid(terms.decode, factor),
             mixed=_grid(terms.mixed, factor),
             mixed_tile_s=terms.mixed_tile_s * factor,
+            excess_token_s=terms.excess_token_s * factor,
             chunk_launch_s=terms.chunk_launch_s * factor,
             step_s=terms.step_s * factor,
             seq_s=terms.seq_s * factor,

@@ -37,20 +37,11 @@ def tables(model: StepModel, max_seqs: int, max_model_len: int) -> dict[str, Any
         "mixed_tile_us": 0.0,
         "chunk_launch_us": _short(weight["chunk_launch"]),
         "overlap": {"tiles": [1], "exponent": [1.0]},
-        "decode_skew": _skew(model, max_seqs, max_model_len, mean=max_model_len),
-        "mixed_skew": _skew(model, max_seqs, max_model_len, mean=max(1, max_model_len // 4)),
+        "decode_skew": {"seqs": [1], "share": [0.0]},
+        "mixed_skew": {"seqs": [1], "share": [0.0]},
+        "excess_token_us": _short(weight["decode_excess"]),
         "copy_block_us": _short(weight["copied_block"]),
         "swap_block_us": _short(weight["swapped_block"]),
-    }
-
-
-def _skew(model: StepModel, max_seqs: int, max_model_len: int, mean: int) -> dict[str, Any]:
-    """The excess term as a share of what a token of context costs on average at contexts of `mean`, which is how profiles state it."""
-    seqs = _octaves(1, max_seqs, 1)
-    weight = model.values["decode_excess"]
-    return {
-        "seqs": seqs,
-        "share": [_short(weight * n * mean / _decode(model, n, mean)) if weight else 0.0 for n in seqs],
     }
 
 
@@ -71,13 +62,13 @@ def _dense(model: StepModel, tokens: int) -> float:
     return float(model.parts([BatchShape(prefill=((tokens, 0),))])["dense"][0])
 
 
-def _octaves(low: int, high: int, per_octave: int = PER_OCTAVE) -> list[int]:
-    """Whole numbers from `low` to `high`, so many an octave."""
+def _octaves(low: int, high: int) -> list[int]:
+    """Whole numbers from `low` to `high`, `PER_OCTAVE` an octave."""
     found = {high}
     value = float(low)
     while value < high:
         found.add(round(value))
-        value *= 2 ** (1 / per_octave)
+        value *= 2 ** (1 / PER_OCTAVE)
     return sorted(found)
 
 

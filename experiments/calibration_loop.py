@@ -60,7 +60,7 @@ BARRED = ("tpot_mean_s", "e2el_mean_s")
 ROUNDS = 3
 HELD_OUT: dict[str, dict[str, Any]] = {
     "cpu": {
-        "engine": {"num_gpu_blocks_override": 110, "max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256},
+        "engine": {"num_gpu_blocks_override": 90, "max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256},
         "workload": {"workload": "uniform", "num_requests": 100, "rate": 50.0, "input_tokens": [16, 200], "output_tokens": [8, 80]},
     },
     "cuda": {

@@ -32,6 +32,7 @@ class FittedProfile:
         self._prefill_fs: dict[tuple[int, int], int] = {}
         self._step_fs, self._seq_fs = to_fs(terms.step_s), to_fs(terms.seq_s)
         self._copy_fs, self._swap_fs = to_fs(terms.copy_block_s), to_fs(terms.swap_block_s)
+        self._excess_fs = to_fs(terms.excess_token_s)
         self._launch_fs, self._tile_fs = to_fs(terms.chunk_launch_s), to_fs(terms.mixed_tile_s)
         self._seen = {"tokens": 0, "decodes": 0, "mean context tokens": 0}
 
@@ -89,7 +90,7 @@ class FittedProfile:
             line = IntegerLine([round(knot) * seqs for knot in grid.y], grid.row(seqs))
             rate = line.values[-1] / line.knots[-1]
             base = self._step_fs + self._seq_fs * seqs + self._tokens(seqs)
-            self._lines[seqs] = base, line, round(self.terms.decode_skew(seqs) * rate)
+            self._lines[seqs] = base, line, round(self.terms.decode_skew(seqs) * rate) + self._excess_fs
         return self._lines[seqs]
 
     def _attention(self, shape: BatchShape) -> int:
@@ -99,8 +100,9 @@ class FittedProfile:
         prefill_fs = self._prefill(shape.prefill)
         if not seqs:
             return prefill_fs
-        excess = _excess(seqs, context, shape.decode_max_context_tokens) / context
-        beside_fs = to_fs(self.terms.mixed(seqs, context / seqs) * (1.0 + self.terms.mixed_skew(seqs) * excess))
+        excess = _excess(seqs, context, shape.decode_max_context_tokens)
+        beside_s = self.terms.mixed(seqs, context / seqs) * (1.0 + self.terms.mixed_skew(seqs) * excess / context)
+        beside_fs = to_fs(beside_s) + self._excess_fs * excess
         longest_chunk = max(tokens for tokens, _ in shape.prefill)
         q = self.terms.overlap(seqs + sum(-(-tokens // TILE) for tokens, _ in shape.prefill))
         longer, shorter = max(prefill_fs, beside_fs), min(prefill_fs, beside_fs)

@@ -126,6 +126,7 @@ def model_terms(profile: ProfileFile, *, copy_block_s: float, swap_block_s: floa
             chunk_launch_s=float(terms["chunk_launch_us"]) * _US,
             decode_skew=line(terms["decode_skew"], "seqs", "share"),
             mixed_skew=line(terms["mixed_skew"], "seqs", "share"),
+            excess_token_s=_measured_s(terms, "excess_token_us", 0.0),
             step_s=step_s,
             seq_s=seq_s,
             padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),

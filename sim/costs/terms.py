@@ -52,6 +52,9 @@ class StepTerms:
     """
     mixed_skew: Line = NO_SKEW
     """The same in steps with prefill chunks."""
+    excess_token_s: float = 0.0
+    """What a decode costs for every token by which its context falls short of the longest of its batch; besides skew, which states
+    it as a share."""
     step_s: float = 0.0
     """Host and launch time of a step that the device does not hide."""
     seq_s: float = 0.0
