@@ -8,6 +8,7 @@ Source: Sobol 1967 (low-discrepancy sequences); Box, Hunter and Hunter 2005, cha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -47,7 +48,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             if getattr(self, name) < least:
-                raise CalibrationError(f"{name} is {getattr(self, name)}; to tell terms apart it must be at least {least}")
+                raise CalibrationError(
+                    f"{name} is {getattr(self, name)}; to tell terms apart it must be at least {least}"
+                )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise CalibrationError(
                 f"max_num_seqs ({self.max_num_seqs}) is above max_num_batched_tokens ({self.max_num_batched_tokens}): "
@@ -230,4 +233,5 @@ def _chunks(chunks: list[tuple[int, int]], *, samples: bool) -> tuple[Share, ...
 
 def _between(low: int, high: int, u: float) -> int:
     """A whole number from [low, high], evenly spread in logarithms."""
-    return round(low * (max(high, low) / low) ** u)
+    ratio: float = max(high, low) / low
+    return round(low * math.pow(ratio, u))

@@ -59,8 +59,12 @@ def fit_memory(
     phases = fit_max_affine(design, workspace_bytes, PHASES)
     grown = [step.process_bytes for step in steps if step.process_bytes is not None]
     return {
-        "always": {name: value for name, value in always.items() if value is not None and not name.startswith("process")},
-        "workspace_phases": [{name: round(value, 3) for name, value in zip(LINES, phase, strict=True)} for phase in phases.tolist()],
+        "always": {
+            name: value for name, value in always.items() if value is not None and not name.startswith("process")
+        },
+        "workspace_phases": [
+            {name: round(value, 3) for name, value in zip(LINES, phase, strict=True)} for phase in phases.tolist()
+        ],
         "workspace_error": error_summary(predict_max_affine(judged, design[held]), workspace_bytes[held]),
         "process_growth_bytes": max(grown) - grown[0] if grown else None,
     }

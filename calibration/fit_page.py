@@ -26,13 +26,15 @@ def fit_page(run: StepRun, profile: Mapping[str, Any]) -> str:
     provenance, quality = profile["provenance"], profile["quality"]
     notes = "".join(f"<li>{escape(text)}</li>" for text in profile["identifiability"])
     limits = profile["range"]
+    errors = [_error(name, value) for name, value in profile["error"].items() if isinstance(value, dict)]
     body = f"""<p>{escape(profile["name"])}, measured on {escape(provenance["measured_on"])} ({escape(provenance["engine"])}),
-{escape(provenance["measured_at"])}. {quality["steps"]:,} timed steps, {quality["kept"]:,} of them used, {len(points.shapes)} different ones.
-Repeats of a step differ by {quality["noise_floor"]:.1%} (noise floor); over the run the reference step drifted by {quality["drift"]:+.1%}.</p>
+{escape(provenance["measured_at"])}. {quality["steps"]:,} timed steps, {quality["kept"]:,} of them used,
+{len(points.shapes)} different ones. Repeats of a step differ by {quality["noise_floor"]:.1%} (noise floor); over the run the
+reference step drifted by {quality["drift"]:+.1%}.</p>
 <p>Extrapolates beyond {limits["max_tokens"]:,} tokens a step, {limits["max_seqs"]} decodes, and {limits["max_context_tokens"]:,} tokens of
 mean context.</p>
 <h2>Error on steps that were not used</h2>
-{table(("steps", "number", "median", "95th percentile", "bias"), [_error(k, v) for k, v in profile["error"].items() if isinstance(v, dict)])}
+{table(("steps", "number", "median", "95th percentile", "bias"), errors)}
 <h2>Weights</h2>
 {table(("term", "us", "95 % interval", ""), [_weight(name, value) for name, value in profile["weights"].items()])}
 <h2>Residuals</h2>{_residuals(points, model)}

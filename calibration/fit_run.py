@@ -47,7 +47,9 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
         kind="model",
         gpu=device,
         model=about["name"],
-        model_sizes={key: about[key] for key in ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "attention")},
+        model_sizes={
+            key: about[key] for key in ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "attention")
+        },
         tensor_parallel_size=1,
         dtype=made["dtype"],
         kv_cache_dtype=made["kv_cache_dtype"],
@@ -66,7 +68,10 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
         error={**_errors(points), "end_to_end": "not yet judged end to end"},
         intervals=_term_intervals(model, samples, limits),
         weights={
-            name: {"us": round(model.values[name], 5), "interval": interval(np.asarray([one.values[name] for one in samples]))}
+            name: {
+                "us": round(model.values[name], 5),
+                "interval": interval(np.asarray([one.values[name] for one in samples])),
+            }
             for name in names(knots)
         },
         memory=fit_memory(points.shapes, points.workspace_bytes, run.steps, run.document["memory"]),
@@ -143,7 +148,9 @@ def _predicted(points: Points, seen: npt.NDArray[np.bool_], asked: npt.NDArray[n
 
 def _term_intervals(model: StepModel, samples: list[StepModel], limits: Mapping[str, int]) -> dict[str, list[float]]:
     """Relative 95 % intervals of the profile's tables at a middling step, as those of other profiles are stated."""
-    n, length, chunk = (max(2, limits[name] // 4) for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens"))
+    n, length, chunk = (
+        max(2, limits[name] // 4) for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens")
+    )
     decode = BatchShape(
         decode_seqs=n, decode_context_tokens=n * length, decode_max_context_tokens=length, sampled_seqs=n
     )  # fmt: skip
@@ -161,7 +168,8 @@ def _term_intervals(model: StepModel, samples: list[StepModel], limits: Mapping[
         return float(sum(found[part][0] for part in parts))
 
     return {
-        name: interval(np.asarray([of(one, shape, parts) for one in samples])) for name, (shape, parts) in wanted.items()
+        name: interval(np.asarray([of(one, shape, parts) for one in samples]))
+        for name, (shape, parts) in wanted.items()
     }
 
 
@@ -181,5 +189,7 @@ def _notes(points: Points, model: StepModel, samples: list[StepModel]) -> list[s
         elif model.values[name] > 0 and high - low > UNSURE * model.values[name]:
             notes.append(f"{name}: {model.values[name]:.3g} us, uncertain ({low:.3g} to {high:.3g} us)")
     notes.append("steps were run eagerly, one kernel after another: there is no CUDA graph in these terms")
-    notes.append("decodes and prompt chunks of a step run one after the other in this executor: their attention is added")
+    notes.append(
+        "decodes and prompt chunks of a step run one after the other in this executor: their attention is added"
+    )
     return notes

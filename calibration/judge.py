@@ -146,7 +146,11 @@ def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) 
         )
     rng = np.random.default_rng(SEED)
     chosen = rng.integers(0, int(finished.sum()), (RESAMPLES, int(finished.sum())))
-    small_s = min(SMALL_TTFT_MARGIN_S, float(np.nanmedian(run.tpot_s))) if np.isfinite(run.tpot_s).any() else SMALL_TTFT_MARGIN_S
+    small_s = (
+        min(SMALL_TTFT_MARGIN_S, float(np.nanmedian(run.tpot_s)))
+        if np.isfinite(run.tpot_s).any()
+        else SMALL_TTFT_MARGIN_S
+    )
     metrics = [
         _paired(
             f"{name}_{statistic}",

@@ -66,4 +66,3 @@ def _trajectory_rows(judgement: Judgement) -> list[str]:
         f'<td>{one.distance:.1%}</td><td class="{CLASS.get(one.verdict, "open")}">{one.verdict}</td></tr>'
         for one in judgement.trajectories
     ]
-

@@ -86,8 +86,10 @@ def measure(
 ) -> StepRun:
     """Measure until `budget_s` seconds are spent on the run in `out`, those of earlier sessions included; returns the run.
 
-    `tell` hears how far it is; `rig` is one that `make_rig` made of the same settings. Raises: CalibrationError for a budget too small, or a run in `out` that is of something else;
-    ConfigError for a model or device that cannot be run; OSError.
+    `tell` hears how far it is; `rig` is one that `make_rig` made of the same settings.
+
+    Raises: CalibrationError for a budget too small, or a run in `out` that is of something else; ConfigError for a model or device
+    that cannot be run; OSError.
     """
     if budget_s < LEAST_BUDGET_S:
         raise CalibrationError(f"the budget is {budget_s:g} s; at least {LEAST_BUDGET_S:g} s are needed for one pass")
@@ -250,7 +252,13 @@ def _dtype(settings: MeasureSettings, shape: ModelShape) -> str:
 def _settings(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
     dtype = _dtype(settings, shape)
     cache = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    return {"dtype": dtype, "kv_cache_dtype": cache, "seed": settings.seed, "clock": settings.clock, "tensor_parallel_size": 1}
+    return {
+        "dtype": dtype,
+        "kv_cache_dtype": cache,
+        "seed": settings.seed,
+        "clock": settings.clock,
+        "tensor_parallel_size": 1,
+    }
 
 
 def _check_same(before: StepRun, settings: MeasureSettings, shape: ModelShape, out: Path) -> None:

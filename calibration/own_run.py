@@ -43,7 +43,9 @@ def read_own_run(folder: Path) -> RecordedRun:
     """
     summary = _json(folder / "summary.json")
     if "executors" not in summary:
-        raise CalibrationError(f"{folder}: nothing was measured in this run, it is a simulation; run it with --executor torch")
+        raise CalibrationError(
+            f"{folder}: nothing was measured in this run, it is a simulation; run it with --executor torch"
+        )
     if summary.get("schema_version") != SCHEMA_VERSION:
         raise CalibrationError(
             f"{folder}: its summary has schema version {summary.get('schema_version')!r}, this version of kvtwin reads {SCHEMA_VERSION}"
@@ -53,7 +55,9 @@ def read_own_run(folder: Path) -> RecordedRun:
     provenance = _json(folder / "provenance.json")
     missing = [key for key in PROVENANCE_KEYS if not provenance.get(key)]
     if missing:
-        raise CalibrationError(f"{folder / 'provenance.json'}: it does not say {missing[0]!r}; a run of unknown origin is not judged")
+        raise CalibrationError(
+            f"{folder / 'provenance.json'}: it does not say {missing[0]!r}; a run of unknown origin is not judged"
+        )
     scenario = _scenario(summary["scenario"], folder)
     specs = _requests(scenario, folder)
     table = read_csv(folder / "requests.csv", REQUEST_COLUMNS)
@@ -67,9 +71,8 @@ def read_own_run(folder: Path) -> RecordedRun:
 
     columns = {name: times(name) for name in TIME_COLUMNS}
     start = min(spec.arrival_s for spec in specs)
-    timeline = {
-        name: values.to_numpy(float) for name, values in read_csv(folder / "timeline.csv", TIMELINE_COLUMNS).items() if name in TIMELINE_COLUMNS
-    }
+    rows = read_csv(folder / "timeline.csv", TIMELINE_COLUMNS)
+    timeline = {name: rows[name].to_numpy(float) for name in TIMELINE_COLUMNS}
     ticks = np.linspace(start, float(np.nanmax(columns["finished_s"])), TICKS, endpoint=False)
     machine = provenance["executors"][0].get("machine", {})
     return RecordedRun(

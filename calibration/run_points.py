@@ -49,7 +49,9 @@ def points_of(run: StepRun) -> Points:
         mine = [run.steps[index] for index in by_point[point]]
         shapes.append(mine[0].shape)
         if any(step.shape != mine[0].shape for step in mine):
-            raise CalibrationError(f"{run.name}: step {point} has different sizes in different rows; repeats are of one step")
+            raise CalibrationError(
+                f"{run.name}: step {point} has different sizes in different rows; repeats are of one step"
+            )
         time_us.append(float(np.mean([step.duration_us for step in mine])))
         repeats.append(len(mine))
         workspace.append(max(step.workspace_bytes for step in mine))

@@ -1,6 +1,6 @@
-"""Recorded runs of real servers: what each request got, and what the engine logged over time.
+"""Recorded runs of real servers: what each request got, and what the engine logged over time. Those of this project are `own_run`'s.
 
-Runs of this project are read by `own_run`. Source of the other formats: LLMServingSim 2 (`requests.jsonl`, `timeseries.csv`, `meta.json`), llm-d-benchmark (one CSV a rate).
+Source of the formats: LLMServingSim 2 (`requests.jsonl`, `timeseries.csv`, `meta.json`), llm-d-benchmark (one CSV a rate).
 """
 
 from __future__ import annotations

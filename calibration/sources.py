@@ -32,6 +32,6 @@ def fit_source(
         source = llmservingsim.read_profile(folder, tensor_parallel_size)
         return fit_model_profile(source, date=date, command=command)
     raise CalibrationError(
-        f"{folder}: not a folder of measurements that is known; known are runs of `kvtwin calibrate measure` (run.json), LLMServingSim kernel profiles (meta.yaml, tpN/*.csv) "
-        "and aiconfigurator tables (SYSTEM/vllm/VERSION/*.parquet)"
+        f"{folder}: not a folder of measurements that is known; known are runs of `kvtwin calibrate measure` (run.json), LLMServingSim "
+        "kernel profiles (meta.yaml, tpN/*.csv) and aiconfigurator tables (SYSTEM/vllm/VERSION/*.parquet)"
     )

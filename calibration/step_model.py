@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,7 @@ def dense_knots(max_tokens: int) -> tuple[int, ...]:
 
 def names(knots: Sequence[int]) -> tuple[str, ...]:
     """Names of all weights: the terms, and the rise of the dense line from one knot to the next."""
-    rises = tuple(f"dense_{low}_{high}" for low, high in zip(knots, knots[1:], strict=False))
+    rises = tuple(f"dense_{low}_{high}" for low, high in pairwise(knots))
     return (*TERMS, *rises)
 
 
@@ -123,9 +124,7 @@ def weight_samples(
         return robust_nonnegative(design[chosen], time_us[chosen]).values
 
     samples = bootstrap(len(shapes), estimate, resamples)
-    return [
-        StepModel(knots=tuple(knots), values=dict(zip(names(knots), row, strict=True))) for row in samples.tolist()
-    ]
+    return [StepModel(knots=tuple(knots), values=dict(zip(names(knots), row, strict=True))) for row in samples.tolist()]
 
 
 def told_apart(shapes: Sequence[BatchShape], time_us: Array, knots: Sequence[int]) -> dict[str, tuple[float, str]]:

@@ -29,7 +29,9 @@ calibrate_app = typer.Typer(
 )
 def measure_command(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder; a run in it is gone on with.")],
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="What to measure: cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="What to measure: cpu, cuda or cuda:N.")
+    ] = "cpu",
     model: Annotated[
         str | None,
         typer.Option(
@@ -42,10 +44,13 @@ def measure_command(
         str, typer.Option("--budget", metavar="TIME", help="How long to measure, all sessions together: 120s, 2m.")
     ] = "120s",
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Format of weights and activations.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", metavar="TYPE", help="Format of the KV cache.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", metavar="TYPE", help="Format of the KV cache.")
+    ] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", metavar="TOKENS", min=1, help="Tokens a KV block.")] = 16,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option("--max-num-batched-tokens", metavar="TOKENS", min=1, help="Most tokens of a timed step.")
+        int | None,
+        typer.Option("--max-num-batched-tokens", metavar="TOKENS", min=1, help="Most tokens of a timed step."),
     ] = None,
     max_num_seqs: Annotated[
         int | None, typer.Option("--max-num-seqs", metavar="N", min=1, help="Most sequences of a timed step.")
@@ -131,14 +136,16 @@ def fit_command(
         ),
     ] = 1,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help="Which GPU timed steps are of, if its product name does not tell.")
+        str | None,
+        typer.Option("--gpu", metavar="NAME", help="Which GPU timed steps are of, if its product name does not tell."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Of timed steps: the fit with its residuals as one page.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Of timed steps: the fit with its residuals as one page."),
     ] = None,
     json: Json = False,
 ) -> int:
-    """Fit a cost profile to timed steps or kernel tables: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
+    """Fit a cost profile to timed steps or kernel tables: non-negative terms, held-out errors, intervals, and what stayed unknown."""
     from calibration.document import write
     from calibration.errors import CalibrationError
     from calibration.fit_page import fit_page
@@ -159,7 +166,18 @@ def fit_command(
             write_text(html, fit_page(read_run(source), profile))
     shown = {
         key: profile[key]
-        for key in ("name", "kind", "gpu", "error", "intervals", "identifiability", "range", "provenance", "memory", "quality")
+        for key in (
+            "name",
+            "kind",
+            "gpu",
+            "error",
+            "intervals",
+            "identifiability",
+            "range",
+            "provenance",
+            "memory",
+            "quality",
+        )
         if key in profile
     }
     if json:
@@ -183,7 +201,11 @@ def judge_command(
     scenario: Scenario,
     recorded: Annotated[
         Path | None,
-        typer.Option("--run", metavar="PATH", help="The recorded run: an out folder of run --executor torch, a folder with requests.jsonl, an llm-d CSV."),
+        typer.Option(
+            "--run",
+            metavar="PATH",
+            help="The recorded run: the --out of run --executor torch, a folder with requests.jsonl, an llm-d CSV.",
+        ),
     ] = None,
     prefixes: Annotated[
         Path | None,

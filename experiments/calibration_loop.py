@@ -49,7 +49,7 @@ from sim.world.executors import Recording, RecordingExecutor, ReplayExecutor
 
 from .calibrate import seconds
 from .terminal import say
-from .validation.cell import first_difference
+from .validation.worlds import first_difference
 
 if TYPE_CHECKING:
     from calibration.rig import StepRig
@@ -129,10 +129,14 @@ def run_loop(
     command: str = "python -m experiments.calibration_loop",
     tell: Callable[[str], None] = lambda text: None,
 ) -> LoopResult:
-    """Carry out the loop; everything it makes is in `out`, which must not hold one already. Raises: CalibrationError, ConfigError, OSError."""
+    """Carry out the loop; everything it makes is in `out`.
+
+    Raises: CalibrationError when `out` holds a loop already; what measuring, fitting and judging raise.
+    """
     if (out / "steps").exists():
         raise CalibrationError(f"{out} holds a loop already; give another --out")
-    scenario, rig = held_out_scenario(settings), make_rig(settings)
+    rig = make_rig(settings)
+    scenario = held_out_scenario(settings)
     for number in range(rounds):
         measure(settings, budget_s * (number + 1) / (rounds + 1), out / "steps", command=command, tell=tell, rig=rig)
         tell(f"real run {number + 1} of {rounds}")
@@ -151,6 +155,8 @@ def run_loop(
     judged = [_judged(out, number, run, bar) for number in range(rounds)]
     best = min((one for one, _ in judged), key=lambda one: abs(math.log(one.speed)))
     write_text(out / "judge.html", page(judged[best.number][1]))
+    profile["error"]["end_to_end"] = _sentence(best)
+    write(profile, out / "profile.json")
     result = LoopResult(profile=profile, rounds=tuple(one for one, _ in judged), judged=best, bar=bar)
     write_json(out / "loop.json", result.as_dict())
     return result
@@ -250,7 +256,10 @@ def replay(scenario: Scenario, recording: Recording) -> list[dict[str, Any]]:
     decisions: list[dict[str, Any]] = []
     simulated = scenario.with_(executor="model", device=None)
     sim.simulate(
-        simulated, cost=sim.costs.FixedCost(1.0), executor=lambda core: ReplayExecutor(recording), decision_log=decisions.append
+        simulated,
+        cost=sim.costs.FixedCost(1.0),
+        executor=lambda core: ReplayExecutor(recording),
+        decision_log=decisions.append,
     )
     return decisions
 
@@ -283,6 +292,15 @@ def _judged(out: Path, number: int, run: StepRun, bar: float) -> tuple[Round, Ju
     return made, at_its_speed
 
 
+def _sentence(judged: Round) -> str:
+    """What a profile says of itself after the loop."""
+    tpot, e2el = (judged.errors_at_speed[name] for name in BARRED)
+    return (
+        f"on a scenario that was not measured, run for real on the same device: mean TPOT {tpot:+.1%}, mean E2E latency {e2el:+.1%} "
+        f"(at the device's speed during the run, {judged.speed:.2f} times its usual)"
+    )
+
+
 def _barred(judgement: Judgement) -> dict[str, float]:
     return {metric.name: metric.error for metric in judgement.metrics if metric.name in BARRED}
 
@@ -290,14 +308,18 @@ def _barred(judgement: Judgement) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the loop and say what came of it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m experiments.calibration_loop"
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m experiments.calibration_loop",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--model", default=None, help="default: tiny-llama-test on the CPU, llama-3.2-1b on a GPU")
     parser.add_argument("--budget", default="60s", help="time for measuring, such as 60s or 2m")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="real runs")
     parser.add_argument("--bar", type=float, default=BAR, help="share by which mean TPOT and E2E latency may be off")
-    parser.add_argument("--clock", default="wall", choices=("wall", "thread"), help="on the CPU: thread, when others use the machine")
+    parser.add_argument(
+        "--clock", default="wall", choices=("wall", "thread"), help="on the CPU: thread, when others use the machine"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for everything the loop makes")
     chosen = parser.parse_args(argv)
     model = chosen.model or DEFAULT_MODEL["cuda" if chosen.device.startswith("cuda") else "cpu"]
@@ -323,7 +345,8 @@ def _print(result: LoopResult, out: Path) -> None:
     )
     for one in result.rounds:
         shown = ", ".join(
-            f"{name} {value:+.1%} ({one.errors_at_speed[name]:+.1%} at that speed)" for name, value in one.errors.items()
+            f"{name} {value:+.1%} ({one.errors_at_speed[name]:+.1%} at that speed)"
+            for name, value in one.errors.items()
         )
         same = "decisions equal" if one.difference is None else one.difference
         chosen = " <- judged" if one is result.judged else ""

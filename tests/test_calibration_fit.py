@@ -258,7 +258,8 @@ def test_every_embedded_profile_says_where_it_comes_from_and_how_good_it_is(name
     profile = read_document(FOLDER / f"{name}.json")
     assert profile.name == name
     assert profile.data["identifiability"]
-    assert profile.data["host"] == {"step_us": 0.0, "seq_us": 0.0, "origin": "not fitted: kernels only"}
+    if "quality" not in profile.data:  # not from steps that we timed ourselves, host included
+        assert profile.data["host"] == {"step_us": 0.0, "seq_us": 0.0, "origin": "not fitted: kernels only"}
     assert 0 < profile.data["error"]["held_out"]["median"] < 0.08
     assert "/" not in profile.data["provenance"]["command"].replace("SYSTEM/", "")
 

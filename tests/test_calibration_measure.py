@@ -93,9 +93,13 @@ def test_memory_lines_are_those_of_the_account(measured: tuple[Path, StepRun]) -
     assert all(step.process_bytes and step.process_bytes > memory["weights_bytes"] for step in run.steps)
 
 
-def test_a_run_in_a_folder_is_gone_on_with_only_if_it_is_of_the_same(measured: tuple[Path, StepRun], tmp_path: Path) -> None:
+def test_a_run_in_a_folder_is_gone_on_with_only_if_it_is_of_the_same(
+    measured: tuple[Path, StepRun], tmp_path: Path
+) -> None:
     folder = copied(measured, tmp_path / "run")
-    other = MeasureSettings(model="tiny-llama-test", max_num_batched_tokens=256, max_num_seqs=8, max_model_len=512, clock="thread")
+    other = MeasureSettings(
+        model="tiny-llama-test", max_num_batched_tokens=256, max_num_seqs=8, max_model_len=512, clock="thread"
+    )
     with pytest.raises(CalibrationError, match="max_num_seqs = 16, this one has 8"):
         measure(other, 100.0, folder, command="test")
     document = json.loads((folder / "run.json").read_text())
@@ -183,7 +187,11 @@ def test_times_are_understood(text: str, value: float) -> None:
     ],
 )
 def test_bad_input_is_one_message(
-    arguments: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["calibrate", *arguments]) == 2
@@ -205,12 +213,25 @@ def test_measure_and_fit_as_a_user_types_them(tmp_path: Path, capsys: pytest.Cap
     assert document["error"]["held_out"]["median"] < 0.10
     assert document["memory"]["workspace_error"]["median"] < 0.05
     assert "http" not in html.read_text().replace("http://www.w3.org", "")
-    flags = ["--model", "tiny-llama-test", "--workload", "uniform", "--num-requests", "5", "--gpu", "cpu", "--max-model-len", "4096"]
+    flags = [
+        "--model",
+        "tiny-llama-test",
+        "--workload",
+        "uniform",
+        "--num-requests",
+        "5",
+        "--gpu",
+        "cpu",
+        "--max-model-len",
+        "4096",
+    ]
     assert main(["run", *flags, "--profile", str(profile), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["finished"] == 5
     assert any("measured by kvtwin's own executor" in warning for warning in summary["warnings"])
-    assert any("beyond its range" in warning for warning in summary["warnings"]), "prompts of 1,000 tokens are beyond 512"
+    assert any("beyond its range" in warning for warning in summary["warnings"]), (
+        "prompts of 1,000 tokens are beyond 512"
+    )
 
 
 def test_the_workspace_of_a_step_is_predicted(measured: tuple[Path, StepRun]) -> None:

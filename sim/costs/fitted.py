@@ -140,7 +140,10 @@ def _is(profile: ProfileFile, model: ModelShape) -> bool:
     measured = profile.data.get("model_sizes")
     if measured is not None:
         attention = [asdict(kind) for kind in model.attention]
-        return model.moe is None and measured == {**{key: getattr(model, key, None) for key in measured}, "attention": attention}
+        return model.moe is None and measured == {
+            **{key: getattr(model, key, None) for key in measured},
+            "attention": attention,
+        }
     fitted = model_shape(profile.model)
     sizes = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "attention", "moe")
     return all(getattr(fitted, size) == getattr(model, size) for size in sizes)

@@ -188,7 +188,8 @@ class Result:
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write summary.json, requests.csv, timeline.csv, marks.csv and report.html into `directory`, each atomically.
 
-        Where they are known, memory.csv and bill.csv too; provenance.json for a run on a device; and oom.log and oom_snapshot.pickle when a step ran out of memory.
+        Where they are known, memory.csv and bill.csv too; provenance.json for a run on a device; oom.log and oom_snapshot.pickle
+        when a step ran out of memory.
         The report comes last, so that a missing plotly costs only the report. Returns the folder.
         Raises ModuleNotFoundError when plotly is not installed, OSError when a file cannot be written.
         """
