@@ -155,9 +155,8 @@ _Candidate = tuple[str, tuple[Share, ...], int, int]
 
 
 def _candidates(limits: Limits, seed: int) -> Iterator[_Candidate]:
-    quarter = max(1, limits.max_num_seqs // 4)
-    middle = limits.max_model_len // 4
-    yield "reference", _decodes([middle] * quarter), 0, 0
+    middle = limits.max_model_len // 8
+    yield "reference", _decodes([middle] * max(1, limits.max_num_seqs // 8)), 0, 0
     yield from (("corner", shares, 0, 0) for shares in _corners(limits))
     yield from (("space", shares, 0, 0) for shares in _space(limits, seed))
     for blocks in MOVED_BLOCKS:
