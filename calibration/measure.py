@@ -29,6 +29,8 @@ LEAST_BUDGET_S = 2.0
 WARM_UP_S = 0.5
 MOST_WARM_UP = 0.2
 """Share of a session that warming up may take; a step as large as any is run at least once."""
+MOST_OVERRUN = 4.0
+"""The first pass is finished even when the budget is spent, up to so many times the budget: without it nothing can be fitted."""
 DEFAULT_MODEL = {"cpu": "tiny-llama-test", "cuda": "llama-3.2-1b"}
 """What is measured when no model is named, by device."""
 LIMITS = {"cpu": (1024, 64, 2048), "cuda": (4096, 256, 8192)}
@@ -84,7 +86,8 @@ def measure(
     tell: Callable[[str], None] = lambda text: None,
     rig: StepRig | None = None,
 ) -> StepRun:
-    """Measure until `budget_s` seconds are spent on the run in `out`, those of earlier sessions included; returns the run.
+    """Measure until `budget_s` seconds are spent on the run in `out`, those of earlier sessions included, and the first pass is whole
+    (or `MOST_OVERRUN` times the budget is spent); returns the run.
 
     `tell` hears how far it is; `rig` is one that `make_rig` made of the same settings.
 
@@ -97,13 +100,13 @@ def measure(
     before = read_run(out) if is_step_run(out) else None
     if before is not None:
         _check_same(before, settings, shape, out)
-        if before.spent_s >= budget_s:
+        if before.spent_s >= budget_s and _has_whole_pass(before, settings, shape):
             return before
     from gpu.device_facts import device_facts, now
 
-    started_s = time.perf_counter()
     tell("loading the model")
     rig = rig or make_rig(settings)
+    started_s = time.perf_counter()
     limits, points = rig.limits, design(rig.limits, settings.seed)
     facts = {**device_facts(settings.device), "date": now(), "command": command}
     if before is not None:
@@ -160,7 +163,7 @@ class _Session:
         try:
             saved_s = self._spent_s
             for count, (number, point) in enumerate(self._rest()):
-                if self._spent_s >= self._budget_s:
+                if self._spent_s >= self._budget_s * (1.0 if number else MOST_OVERRUN):
                     return
                 if count % REFERENCE_EVERY == 0:
                     self._time(-1, self._points[0])
@@ -186,8 +189,7 @@ class _Session:
     def _rest(self) -> Any:
         """`(pass, point)` that were not timed yet, for ever."""
         done = {(step.pass_, step.point) for step in self._steps}
-        number = max((step.pass_ for step in self._steps), default=0)
-        number = max(0, number)
+        number = max((step.pass_ for step in self._steps if step.pass_ >= 0), default=0)
         while True:
             for point in pass_order(self._points, self._seed, number):
                 if (number, point.point) not in done:
@@ -210,6 +212,11 @@ class _Session:
                 device_bytes=timed.device_bytes,
             )
         )
+
+
+def _has_whole_pass(run: StepRun, settings: MeasureSettings, shape: ModelShape) -> bool:
+    first = {step.point for step in run.steps if step.pass_ == 0}
+    return len(first) == len(design(settings.limits(shape), settings.seed)) - 1  # all but the reference step
 
 
 def _document(
