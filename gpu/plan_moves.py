@@ -8,8 +8,7 @@ before the next plan's: the core has taken the step back, so nobody has written 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from sim.core.need import blocks_for
 from sim.core.plan import ScheduledRequest, StepPlan
 
 from .ops import Ops
-from .out_of_memory import OUT_OF_MEMORY
 from .pool import PagedKVPool
 from .swap import BlockMover
 
@@ -44,6 +42,11 @@ class PlanMoves:
         self.during = ""
         """The move in progress, for reports."""
         self.copied_blocks = self.swapped_out_blocks = self.swapped_in_blocks = 0
+
+    @property
+    def holders(self) -> Collection[str]:
+        """Requests that hold blocks here."""
+        return self._held.keys()
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
@@ -152,12 +155,7 @@ class PlanMoves:
         for key in [key for key, kept in self._saved.items() if key == name or kept & slots]:
             mover.cpu_pool.drop(key)  # its request ended while it was away: the core has given its slots to another
             del self._saved[key]
-        try:
-            transfer = mover.swap_out(name, [block for block, _ in pairs])
-        except OUT_OF_MEMORY:
-            with suppress(KeyError):
-                mover.cpu_pool.drop(name)  # it will be tried again, and takes its slots then
-            raise
+        transfer = mover.swap_out(name, [block for block, _ in pairs])
         if transfer is None:
             raise IntegrityError(
                 f"the CPU pool has {mover.cpu_pool.num_free} free slots for {len(pairs)} blocks of {name}; the core counted more"
