@@ -10,7 +10,9 @@ import pytest
 import sim
 from experiments import validate as command
 from experiments.cli import main
+from experiments.real_run import run_scenario
 from experiments.validation import Cell
+from sim.scenario_errors import ScenarioError
 
 REAL = ["run", "--executor", "torch", "--model", "tiny-llama-test", "--workload", "uniform", "--rate", "60"]
 
@@ -78,10 +80,18 @@ def test_a_scenario_in_python_runs_for_real():
         engine={"num_gpu_blocks_override": 200, "max_model_len": 2048},
         run={"executor": "torch"},
     )
-    result = sim.simulate(scenario)
+    result = run_scenario(scenario)
     assert result.summary["finished"] == 4
     assert result.provenance["profile"] == "measured"
     assert result.provenance["gpu"] == "cpu"
+
+
+def test_the_simulator_does_not_pretend_to_run_for_real():
+    scenario = sim.Scenario(
+        model="tiny-llama-test", workload={"workload": "uniform", "num_requests": 4}, run={"executor": "torch"}
+    )
+    with pytest.raises(ScenarioError, match=r"sim\.simulate only simulates.*experiments\.real_run\.run_scenario"):
+        sim.simulate(scenario)
 
 
 def test_the_kv_cache_of_a_run_on_the_cpu_is_bounded():
