@@ -14,7 +14,7 @@ from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, Step
 
 from .forward_pass import ForwardPass
 from .op_timeline import OpTimeline
-from .out_of_memory import OUT_OF_MEMORY, oom_report
+from .out_of_memory import OUT_OF_MEMORY, freed_but_pending, oom_report
 from .plan_moves import PlanMoves
 from .readings import MemoryReader, StepReading
 from .swap import BlockMover
@@ -46,8 +46,10 @@ class TorchExecutor:
         self.timeline = timeline
         self._timer = step_timer(forward.pool.device)
         self._kv_tokens: dict[str, int] = {}
-        self.steps = self.oom_events = self.computed_tokens = self.sampled_tokens = self.split_steps = 0
-        """Steps run, those of them that ran out of memory, what the others computed, and those in several passes."""
+        self.steps = self.oom_events = self.computed_tokens = self.sampled_tokens = 0
+        """Steps run, those of them that ran out of memory, and what the others computed."""
+        self.split_steps = self.retried_steps = 0
+        """Steps in several passes, and steps that the allocator failed once without need."""
 
     @property
     def moves(self) -> PlanMoves:
@@ -97,6 +99,7 @@ class TorchExecutor:
             "steps": self.steps,
             "oom_steps": self.oom_events,
             "split_steps": self.split_steps,
+            "retried_steps": self.retried_steps,
             "computed_tokens": self.computed_tokens,
             "sampled_tokens": self.sampled_tokens,
             "copied_blocks": self._moves.copied_blocks,
@@ -138,7 +141,7 @@ class TorchExecutor:
                     with self.timeline.follow(plan.shape.later(ahead), self.model.ops, self.workspace):
                         drawn = self.forward.run(scheduled, eager=True)
                 else:
-                    drawn = self.forward.run(scheduled)
+                    drawn = self._forward(scheduled)
         except OUT_OF_MEMORY as error:
             report = oom_report(error, self._moves.during or "forward pass", self.pool.device)
         start_fs = plan.start_fs + sum(durations)
@@ -157,6 +160,19 @@ class TorchExecutor:
         if self._on_step is not None:
             self._on_step(self._reading(step, start_fs, durations[-1], scheduled, report is not None))
         return report
+
+    def _forward(self, scheduled: tuple[ScheduledRequest, ...]) -> dict[str, int]:
+        """The forward pass; made again, once, when the allocator failed beside memory that had just become free. The second time
+        it writes the same KV into the same slots.
+        """
+        try:
+            return self.forward.run(scheduled)
+        except OUT_OF_MEMORY as error:
+            if not freed_but_pending(error, self.pool.device):
+                raise
+        self.retried_steps += 1
+        self.workspace.rewind()
+        return self.forward.run(scheduled)
 
     def _record(
         self, scheduled: tuple[ScheduledRequest, ...], drawn: dict[str, int], sampled: dict[str, list[int]]

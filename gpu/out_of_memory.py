@@ -19,6 +19,21 @@ _WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _FREE = re.compile(r"of which ([\d.]+) (bytes|KiB|MiB|GiB) is free")
 
 
+def freed_but_pending(error: BaseException, device: Any) -> bool:
+    """Whether what failed would have fitted into memory that was free already and only waited for another stream.
+
+    The caching allocator waits for such frees before it gives up, and does not search its pool again afterwards, so that the
+    same request succeeds when it is made again. **Source:** PyTorch #189504.
+    """
+    if torch.device(device).type != "cuda" or not isinstance(error, torch.OutOfMemoryError):
+        return False
+    stats = torch.cuda.memory_stats(device)
+    # After the wait the frees are in the cache: whatever is cached and large enough was not looked at.
+    cached = int(stats["reserved_bytes.all.current"]) - int(stats["allocated_bytes.all.current"])
+    wanted = oom_report(error, "", device).requested_bytes
+    return 0 < wanted <= cached
+
+
 def oom_report(error: BaseException, during: str, device: Any) -> OomReport:
     """What ran out, in numbers, as far as the error has them; `during` is what was being done."""
     wanted, free = getattr(error, "wanted_bytes", None), getattr(error, "free_bytes", None)
