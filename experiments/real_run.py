@@ -6,13 +6,14 @@ entry in the catalogue is found by its name, and the ledger sizes the pool with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sim
+from sim.core.config import ConfigError
 from sim.scenario_errors import ScenarioError
 
 from .real_memory import real_memory_columns
@@ -40,8 +41,9 @@ class RealRun:
     """What NVML said before the run; why it says nothing, where it does not."""
 
     def executor(self, core: EngineCore) -> Executor:
-        """One that serves `core`."""
-        return self.engine.executor(core)
+        """One that serves `core`. Raises ConfigError when its pool or its workspace does not fit the device."""
+        with _fits(self.engine.device):
+            return self.engine.executor(core)
 
     def recorder(self, index: int) -> Callable[[StepReading], None]:
         """Keeps the readings of executor `index`."""
@@ -124,13 +126,25 @@ def _real_run(resolved: Resolved, requests: Sequence[RequestSpec], **settings: A
     from gpu.real_engine import RealEngine, settings_of
 
     recorders: list[RealRun] = []
-    engine = RealEngine(
-        replace(settings_of(resolved.tables, resolved.model), **settings),
-        requests,
-        recorder=lambda index: recorders[0].recorder(index),
-    )
+    wanted = replace(settings_of(resolved.tables, resolved.model), **settings)
+    with _fits(wanted.device):
+        engine = RealEngine(wanted, requests, recorder=lambda index: recorders[0].recorder(index))
     recorders.append(RealRun(engine, nvml=nvml_reading(engine.device)))
     return recorders[0]
+
+
+@contextmanager
+def _fits(device: Any) -> Iterator[None]:
+    """What does not fit before the first step is a matter of the settings, and no failure of the run."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the model, its KV pool and its workspace do not fit {device}: {error} Take a smaller model, fewer blocks "
+            "(num_gpu_blocks_override) or smaller steps (max_num_batched_tokens)"
+        ) from None
 
 
 def _fitted_to(scenario: Scenario, device: Any) -> tuple[Scenario, int]:

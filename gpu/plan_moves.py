@@ -25,6 +25,10 @@ from .swap import BlockMover
 Pairs = Sequence[tuple[int, int]]
 
 
+class ChangedBlockError(RuntimeError):
+    """A block came back from the CPU pool other than it went there. Names block, owner and steps."""
+
+
 class PlanMoves:
     """Moves blocks of one device pool as plans say."""
 
@@ -39,6 +43,7 @@ class PlanMoves:
         self._copied_away: set[int] = set()  # sources of copies since a step was last computed
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
         self._saved: dict[str, frozenset[int]] = {}  # core's CPU blocks by the key under which the CPU pool keeps them
+        self._sums: dict[str, tuple[int, list[int]]] = {}  # of saved blocks, with the step (checked mode)
         self.during = ""
         """The move in progress, for reports."""
         self.copied_blocks = self.swapped_out_blocks = self.swapped_in_blocks = 0
@@ -162,13 +167,37 @@ class PlanMoves:
             )
         self._await(transfer.fence)
         self._saved[name] = slots
+        if self._pool.checked:
+            self._sums[name] = (self._pool.clock.step, self._checksums([block for block, _ in pairs]))
         self.swapped_out_blocks += len(pairs)
 
     def _swap_in(self, name: str, pairs: Pairs) -> None:
         transfer = self._needed(name).swap_in(name, [block for _, block in pairs])
         self._await(transfer.fence)
         del self._saved[name]
+        if self._pool.checked:
+            self._check_restored(name, [block for _, block in pairs])
         self.swapped_in_blocks += len(pairs)
+
+    def _checksums(self, blocks: list[int]) -> list[int]:
+        ids = torch.tensor(blocks, dtype=torch.int64).to(self._pool.device)
+        sums = torch.empty(len(blocks), dtype=torch.int32, device=self._pool.device)
+        found: list[int] = self._ops.block_checksum(self._pool.rows, ids, sums).tolist()
+        return found
+
+    def _check_restored(self, name: str, blocks: list[int]) -> None:
+        """Verify that what came back is what was saved.
+
+        Raises:
+            ChangedBlockError: it is not; names the block, its owner and both steps.
+        """
+        step, saved = self._sums.pop(name)
+        for block, before, now in zip(blocks, saved, self._checksums(blocks), strict=True):
+            if before != now:
+                raise ChangedBlockError(
+                    f"block {block} of {name}, restored at step {self._pool.clock.step}, is not what was saved at step {step}: "
+                    f"checksum {now & 0xFFFFFFFF:08x}, not {before & 0xFFFFFFFF:08x}; a copy was not waited for, or its place was rewritten"
+                )
 
     def _await(self, fence: Any) -> None:
         """What comes next may write where the copy reads. The checked mode waits on the host, so that tags can be verified."""

@@ -240,6 +240,8 @@ def settings_of(tables: Mapping[str, Mapping[str, Any]], shape: ModelShape) -> R
         seed=run["seed"],
         checked=run["check"],
         num_threads=1 if run["device"] == "cpu" and shape.num_parameters < SMALL else None,
+        memory_limit_bytes=run["device_limit_bytes"],
+        micro_batch_tokens=run["micro_batch_tokens"],
         decode_graphs=False if engine["enforce_eager"] else None,
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
-from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from experiments.validation.worlds import changed_answers, first_difference, preset
 from gpu.batch import BatchBuffers, Sampling, Work
 from gpu.decode_graphs import CallAgain, DecodeGraphs
 from gpu.ops import Ops
