@@ -90,6 +90,8 @@ class Candidate:
     evidence: tuple[str, ...] = ()
     phase: Phase = Phase.UNKNOWN
     """Where this cause puts the failure, used only when nothing else says."""
+    phase_why: str = ""
+    """Why there; may be empty."""
     effect_bytes: float | None = None
     """What mending it would give back, where the evidence says."""
     record: tuple[str, ...] = ()

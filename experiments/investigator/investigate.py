@@ -47,6 +47,7 @@ RULES: tuple[Callable[[Case], Iterator[Verdict]], ...] = (
     rules_scheduler.scheduler_lines,
     rules_scheduler.request_log,
     rules_curve.curve_rules,
+    rules_budget.works_below,
     rules_budget.budget,
 )
 """In the order of thought; of equal scores the earlier rule is believed."""
@@ -174,7 +175,7 @@ def _phase(case: Case, candidates: Sequence[Candidate]) -> tuple[Phase, tuple[st
             return Phase.UNKNOWN, ()
         return telling.phase, (
             f"phase {telling.phase}: nothing in the text says; a guess from the figures",
-            *telling.evidence[:1],
+            *((telling.phase_why,) if telling.phase_why else telling.evidence[:1]),
         )
     finer = case.phase in (Phase.SERVING, Phase.START_UP) and best.phase.is_start_up == case.phase.is_start_up
     if finer and best.phase is not Phase.UNKNOWN and best.phase is not case.phase:
