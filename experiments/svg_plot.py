@@ -51,11 +51,13 @@ def line_plot(title: str, series: Sequence[Series], *, x_label: str, y_label: st
         colour = COLOURS[number % len(COLOURS)]
         body.append(plot.dots(one, colour) if one.dots else plot.line(one, colour))
         mark = "●" if one.dots else "╌" if one.dashed else "—"
-        legend.append(f'<span style="color:{colour}">{mark}</span> {escape(one.name)}')
+        legend.append(
+            f'<span style="white-space:nowrap"><span style="color:{colour}">{mark}</span> {escape(one.name)}</span>'
+        )
     return (
         f'<figure style="margin:0"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" '
         f'style="width:100%;font:11px system-ui,sans-serif">{"".join(body)}</svg>'
-        f'<figcaption class="small"><b>{escape(title)}</b><br><span class="soft">{" &nbsp; ".join(legend)}</span></figcaption></figure>'
+        f'<figcaption class="small"><b>{escape(title)}</b><br><span class="soft">{" &ensp; ".join(legend)}</span></figcaption></figure>'
     )
 
 

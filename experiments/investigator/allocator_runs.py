@@ -7,7 +7,7 @@ other replays are worth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sim.memory.allocators import (
@@ -44,6 +44,8 @@ class AllocatorRuns:
     """Under its own settings."""
     others: tuple[tuple[str, SnapshotReplay], ...]
     """By conf string."""
+    retry_fits: bool
+    """The last failure would have had room, had the pool been searched again when frees that waited were done."""
 
     @property
     def check(self) -> str:
@@ -71,14 +73,16 @@ class AllocatorRuns:
         return (self.check, *(self._told(conf, run) for conf, run in self.others))
 
     def _told(self, conf: str, run: SnapshotReplay) -> str:
+        if run.replay.failures:
+            first = run.replay.failures[0]
+            return f"under {conf} it fails sooner: {show(first.event.size_bytes)} do not fit at {first.event.time_s:.6f} s of the history"
         served = ""
         if self.tried_bytes is not None:
             fits = run.replay.attempts_served > 0
             served = f"the {show(self.tried_bytes)} that failed would {'' if fits else 'not '}have had room; "
-        failed = f"; {len(run.replay.failures)} other requests fail" if run.replay.failures else ""
         return (
             f"under {conf} {served}at most {show(run.replay.peak_reserved_bytes)} reserved instead of "
-            f"{show(self.recorded.replay.peak_reserved_bytes)}, at the end {show(run.replayed.reserved_bytes)}{failed}"
+            f"{show(self.recorded.replay.peak_reserved_bytes)}, at the end {show(run.replayed.reserved_bytes)}"
         )
 
     def helpful(self) -> tuple[tuple[str, SnapshotReplay, str], ...]:
@@ -92,7 +96,8 @@ class AllocatorRuns:
                 why = f"replayed: the {show(self.tried_bytes)} that failed have room"
                 found.append((run.replayed.reserved_bytes, conf, run, why))
             elif self.tried_bytes is None and saved >= _WORTH_SAYING:
-                why = f"replayed: {show(run.replayed.reserved_bytes)} reserved at the end instead of {show(self.recorded.replayed.reserved_bytes)}"
+                was = show(self.recorded.replayed.reserved_bytes)
+                why = f"replayed: {show(run.replayed.reserved_bytes)} reserved at the end instead of {was}"
                 found.append((run.replayed.reserved_bytes, conf, run, why))
         return tuple((conf, run, why) for _, conf, run, why in sorted(found, key=lambda entry: entry[0]))
 
@@ -100,6 +105,8 @@ class AllocatorRuns:
 def checked_confs(confs: Sequence[str]) -> tuple[str, ...]:
     """`confs`, each a PYTORCH_ALLOC_CONF string that PyTorch would accept. Raises DiagnoseError for one that it would not."""
     for conf in confs:
+        if not conf.strip():
+            raise DiagnoseError("--what-if '' is empty; expected settings such as expandable_segments:True")
         try:
             parse_alloc_conf(conf)
         except AllocatorConfError as error:
@@ -123,16 +130,25 @@ def allocator_runs(snapshot: Any, confs: Sequence[str] = ()) -> AllocatorRuns | 
         if confs:
             raise DiagnoseError(f"--what-if: {error}") from None
         return None
+    trace = read.trace_of(device)
+    tried = next((entry.size_bytes for entry in reversed(trace) if entry.action == "oom"), None)
+    retry = False
+    if tried is not None:
+        again = replace(own, search_again_after_events=True)
+        retry = replay_snapshot(read, device=device, settings=again, start_with="recorded").replay.attempts_served > 0
     others = []
     for conf in confs or TRIED:
         settings = parse_alloc_conf(conf)
         if _same(settings, own) and not confs:
             continue
         others.append((conf, replay_snapshot(read, device=device, settings=settings)))
-    trace = read.trace_of(device)
-    tried = next((entry.size_bytes for entry in reversed(trace) if entry.action == "oom"), None)
     return AllocatorRuns(
-        device=device, num_entries=len(trace), tried_bytes=tried, recorded=recorded, others=tuple(others)
+        device=device,
+        num_entries=len(trace),
+        tried_bytes=tried,
+        recorded=recorded,
+        others=tuple(others),
+        retry_fits=retry,
     )
 
 

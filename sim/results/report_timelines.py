@@ -175,6 +175,7 @@ def edge_times(values: Envelope, divide: float) -> list[float]:
 
 
 def edge_values(values: Array) -> list[float]:
+    """Values of the spans, the last one twice, for `edge_times`."""
     return rounded(np.append(values, values[-1]))
 
 
@@ -198,6 +199,7 @@ def time_unit(edges: Array) -> tuple[float, str]:
 
 
 def time_axis(edges: Array, divide: float, unit: str) -> Figure:
+    """The axis of simulated time that the figures share."""
     title = {"text": f"simulated time ({unit})"}
     return {
         "title": title,
