@@ -15,7 +15,7 @@ from typing import Any
 
 from sim.core.config import ConfigError
 
-from .piecewise import Grid, Line
+from .piecewise import Field, Grid, Line
 from .terms import StepTerms
 
 SCHEMA = "kvtwin-profile"
@@ -122,6 +122,8 @@ def model_terms(profile: ProfileFile, *, copy_block_s: float, swap_block_s: floa
             decode=grid(terms["decode"], "seqs", "context"),
             mixed=grid(terms["mixed"], "seqs", "context"),
             overlap=line(terms["overlap"], "tiles", "exponent"),
+            mixed_ratio=ratio(terms.get("mixed_ratio")),
+            wave_tiles=float(terms.get("wave_tiles", 0.0)),
             mixed_tile_s=float(terms["mixed_tile_us"]) * _US,
             chunk_launch_s=float(terms["chunk_launch_us"]) * _US,
             decode_skew=line(terms["decode_skew"], "seqs", "share"),
@@ -149,3 +151,11 @@ def grid(table: Mapping[str, Any], x: str, y: str) -> Grid:
     """A table of times over `x` and `y`, in seconds."""
     rows = tuple(tuple(float(value) * _US for value in row) for row in table["us"])
     return Grid(tuple(map(float, table[x])), tuple(map(float, table[y])), rows)
+
+
+def ratio(table: Mapping[str, Any] | None) -> Field | None:
+    """The factor on steps with chunks and decodes, or None without one."""
+    if table is None:
+        return None
+    axes = tuple(tuple(map(float, table[name])) for name in ("tokens", "context", "seqs", "kv"))
+    return Field(axes, tuple(float(value) for row in table["ratio"] for value in row))
