@@ -27,7 +27,7 @@ from .attention_mixed import MixedFit, fit_mixed
 from .errors import CalibrationError
 from .field import at, fit_field, unmeasured
 from .split import error_summary, held_out_mask, residual_samples
-from .tent import Array, TableFit, mixture, robust_nonnegative
+from .tent import Array, robust_nonnegative
 
 CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (0, 128, 512, 1024, 2048, 4096, 8192, 16384)
@@ -135,19 +135,6 @@ def judge_attention(points: Array, time_us: Array, wave_tiles: float = 0.0) -> d
 
 TOGETHER = 4
 """Shapes whose errors a run averages at the least: it goes through many batch sizes and lengths."""
-
-
-def fit_skew(n: Array, excess: Array, gain: Array) -> TableFit:
-    """Share by which attention grows for each unit of `max / mean - 1`, by sequences: a median slope a batch size, so that one odd
-    measurement counts little.
-    """
-    knots = sorted(set(n.tolist()))
-    slopes = [max(0.0, float(np.median(gain[n == knot] / excess[n == knot]))) for knot in knots]
-    values = np.asarray(slopes)
-    weights = mixture(knots, n)
-    return TableFit(
-        values=values, identified=np.ones(len(knots), dtype=bool), residuals=(weights @ values) * excess - gain
-    )
 
 
 def decode_features(n: Array, kv: Array) -> Array:

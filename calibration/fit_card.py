@@ -16,12 +16,13 @@ from sim.catalog.models import model_shape
 from sim.costs.compose import matrices
 
 from .attention import fit_attention, judge_attention
-from .document import HOST_NOT_FITTED, PADDED_SIZES, document, taken_samples
+from .document import HOST_STATED, PADDED_SIZES, document, taken_samples
 from .errors import CalibrationError
-from .fit_model import attention_json, catalogue_name, skew_terms
+from .fit_model import attention_json, catalogue_name, skew_table
 from .gemm import WIDTHS
 from .readers.aiconfigurator import HEAD_DIM
 from .readers.llmservingsim import LICENCE, SOURCE, KernelProfile
+from .skew import skew_terms
 from .split import error_summary, residual_samples
 from .tent import Array, robust_nonnegative
 
@@ -53,7 +54,8 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
     ]
     waves = [device.sm_count / _heads(source)[0] for source in sources]
     judged = [judge_attention(*call, wave) for call, wave in zip(calls, waves, strict=True)]
-    skew, _ = skew_terms(next((source.skew for source in sources if source.skew is not None), None))
+    unequal = next((table for table in map(skew_table, sources) if table is not None), None)
+    skew, _ = skew_terms(unequal)
     one = [_at_one_token(source) for source in sources]
     samples, intervals = taken_samples({"held_out_gemm_bfloat16": gemm_error} | judged[0])
     whole = [gemm_error, *(part["held_out"] for part in judged)]
@@ -76,8 +78,9 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             "bandwidth_share": 0.8,
             "sampler_us": round(float(np.mean([_sampler_us(source) for source in sources])), 2),
             **skew,
+            "skew_kv_heads": unequal.kv_heads if unequal else 0,
         },
-        host=HOST_NOT_FITTED,
+        host=HOST_STATED,
         padded_sizes=list(PADDED_SIZES),
         range={"max_tokens": TOKENS_HERE[-1], "max_seqs": 256, "max_context_tokens": 16384},
         error={

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from sim.catalog.gpus import gpu
 
 from .attention import TOGETHER, decode_features
-from .document import HOST_NOT_FITTED, PADDED_SIZES, document, pooled, taken_samples
+from .document import HOST_STATED, PADDED_SIZES, document, pooled, taken_samples
 from .errors import CalibrationError
 from .field import at, fit_field
 from .gemm import MAX_TOKENS, fit_gemm
@@ -79,7 +79,7 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
             "bandwidth_share": 0.8,
             "sampler_us": 25.0,
         },
-        host=HOST_NOT_FITTED,
+        host=HOST_STATED,
         padded_sizes=list(PADDED_SIZES),
         range={"max_tokens": MAX_TOKENS, "max_seqs": SEQS[-1], "max_context_tokens": KV[-1]},
         error={

@@ -10,10 +10,11 @@ import numpy as np
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 
-from .attention import AttentionFit, fit_attention, fit_skew, judge_attention
+from .attention import AttentionFit, fit_attention, judge_attention
 from .attention_mixed import RATIO_KNOTS
-from .document import HOST_NOT_FITTED, PADDED_SIZES, document, taken_samples, thinned
+from .document import HOST_STATED, PADDED_SIZES, document, taken_samples, thinned
 from .readers.llmservingsim import LICENCE, ONCE, SOURCE, KernelProfile
+from .skew import SkewTable, skew_terms
 from .split import error_summary, held_out_mask, residual_samples
 from .tent import Array, fit_line
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PER_LAYER_TWICE = "layernorm"
-SKEW_LEAST_US = 40.0
-"""Attention calls shorter than this are mostly launch, and say nothing about skew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,12 @@ class _Dense:
     time_us: Array
 
 
-def fit_model_profile(source: KernelProfile, *, date: str, command: str) -> dict[str, Any]:
-    """The profile document. Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown model or GPU."""
+def fit_model_profile(
+    source: KernelProfile, *, date: str, command: str, sibling_skew: SkewTable | None = None
+) -> dict[str, Any]:
+    """The profile document. `sibling_skew` was measured with another model on the same card, and is used where this one has none.
+
+    Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown model or GPU."""
     model, device = model_shape(source.meta["model"]), gpu(catalogue_name(source.meta["gpu"]))
     layers = model.num_layers
     calls = source.attention[["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"]].to_numpy(float)
@@ -43,7 +46,9 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str) -> dict
     attention = fit_attention(calls, call_us, wave_tiles)
     dense, rows = _dense(source.dense, layers), _rows(source.per_sequence)
     error = judge_attention(calls, call_us, wave_tiles) | {"held_out_dense": _judge_line(dense), "held_out_rows": _judge_line(rows)}
-    skew, skew_error = skew_terms(source.skew)
+    own_skew = skew_table(source)
+    kv_heads = model.attention[0].kv_heads_per_rank(source.tensor_parallel_size)
+    skew, skew_error = skew_terms(own_skew or sibling_skew, kv_heads)
     if skew_error:
         error["skew"] = skew_error
     notes = [
@@ -54,7 +59,11 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str) -> dict
         ),
         "kernels were measured eager: gaps between them in a captured graph, and host time, are not in these terms",
     ]
-    if source.skew is None:
+    if own_skew is None and sibling_skew is not None:
+        notes.append(
+            "batches of unequal contexts were measured with another model on this card: its term is used, by blocks of threads"
+        )
+    elif own_skew is None:
         notes.append(
             "no batches of unequal contexts were measured: they are priced as if all were as long as their mean"
         )
@@ -76,7 +85,7 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str) -> dict
         dtype="bfloat16",
         kv_cache_dtype="bfloat16",
         terms=terms,
-        host=HOST_NOT_FITTED,
+        host=HOST_STATED,
         padded_sizes=list(PADDED_SIZES),
         range={
             "max_tokens": int(dense.tokens.max()),
@@ -96,6 +105,18 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str) -> dict
             "date": date,
             "command": command,
         },
+    )
+
+
+def skew_table(source: KernelProfile) -> SkewTable | None:
+    """The source's own measurements of unequal contexts."""
+    if source.skew is None:
+        return None
+    kind = model_shape(source.meta["model"]).attention[0]
+    return SkewTable(
+        table=source.skew,
+        kv_heads=kind.kv_heads_per_rank(source.tensor_parallel_size),
+        sm_count=gpu(catalogue_name(source.meta["gpu"])).sm_count,
     )
 
 
@@ -162,27 +183,6 @@ def _judge_line(curve: _Dense) -> dict[str, Any]:
     values = fit_line(curve.tokens[~held], curve.time_us[~held], knots).values
     predicted = np.interp(curve.tokens[held], knots, values)
     return error_summary(predicted, curve.time_us[held]) | {"samples": residual_samples(predicted, curve.time_us[held], 1)}
-
-
-def skew_terms(table: pd.DataFrame | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The terms `decode_skew` and `mixed_skew` from a `skew.csv` (0 without one), and their errors with and without the term."""
-    none = {"seqs": [1], "share": [0.0]}
-    if table is None:
-        return {"decode_skew": none, "mixed_skew": none}, {}
-    found: dict[str, Any] = {}
-    errors: dict[str, Any] = {}
-    for key, regime in (("decode_skew", "pure"), ("mixed_skew", "mixed")):
-        part = table[(table["regime"] == regime) & (table["t_mean_us"] >= SKEW_LEAST_US)]
-        n = part["n"].to_numpy(float)
-        excess = (part["kv_big"] / part["kv_mean"] - 1).to_numpy(float)
-        ratio = (part["t_skew_us"] / part["t_mean_us"]).to_numpy(float)
-        fit = fit_skew(n, excess, ratio - 1)
-        knots = sorted(set(n.astype(int).tolist()))
-        found[key] = {"seqs": knots, "share": [round(float(value), 5) for value in fit.values]}
-        errors[regime] = error_summary(ratio + fit.residuals, ratio) | {
-            "without_the_term": error_summary(np.ones_like(ratio), ratio)
-        }
-    return found, errors
 
 
 def _stated_all_reduce(hidden_size: int, layers: int, ranks: int) -> dict[str, Any]:

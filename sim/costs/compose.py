@@ -64,7 +64,7 @@ def composed_terms(
     vocabulary = -(-model.vocab_size // tp)
     sampler_s = float(kernels["sampler_us"]) * _US
     attention = _attention(profile, kernels, model.attention[0], tp, kv_cache_dtype, device, notes)
-    step_s, seq_s = profile.host_s()
+    step_s, seq_s = profile.host_s(layers, tp)
     return StepTerms(
         dense=Line(tuple(map(float, tokens)), tuple(dense_s(count) for count in tokens)),
         rows=Line(
@@ -84,8 +84,8 @@ def composed_terms(
         mixed_ratio=attention.ratio,
         wave_tiles=attention.wave_tiles,
         overlap=attention.overlap,
-        decode_skew=line(kernels["decode_skew"], "seqs", "share") if "decode_skew" in kernels else NO_SKEW,
-        mixed_skew=line(kernels["mixed_skew"], "seqs", "share") if "mixed_skew" in kernels else NO_SKEW,
+        decode_skew=_skew(kernels, "decode_skew", model.attention[0].kv_heads_per_rank(tp)),
+        mixed_skew=_skew(kernels, "mixed_skew", model.attention[0].kv_heads_per_rank(tp)),
         chunk_launch_s=layers * attention.prefill.z[0][0],
         step_s=step_s,
         seq_s=seq_s,
@@ -218,6 +218,14 @@ def _overlap(entry: Mapping[str, Any], heads: int, wave_tiles: float) -> Line:
     if not wave_tiles:
         return NO_OVERLAP
     return Line((wave_tiles, wave_tiles * OVERLAP_BEYOND, wave_tiles * 4), (8.0, 1.25, 1.0))
+
+
+def _skew(kernels: Mapping[str, Any], name: str, kv_heads: int) -> Line:
+    """As timed, with batches in proportion to the KV heads: it is blocks of threads, one a sequence and head, that fill the GPU."""
+    if not kernels.get("skew_kv_heads"):
+        return NO_SKEW
+    timed = line(kernels[name], "seqs", "share")
+    return Line(tuple(count * kernels["skew_kv_heads"] / kv_heads for count in timed.x), timed.y)
 
 
 def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu, *, stairs: bool) -> Grid:
