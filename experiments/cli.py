@@ -219,6 +219,17 @@ def diagnose_command(
             help="Write a scenario that fails in the same way, and beside it the same with the fix.",
         ),
     ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="CONF",
+            help="Replay a snapshot's history under this PYTORCH_ALLOC_CONF too; may be repeated.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis with its pictures as one page.")
+    ] = None,
     out: Out = None,
     json: Json = False,
 ) -> int:
@@ -232,7 +243,9 @@ def diagnose_command(
         model=model,
         gpu=gpu,
         read_snapshot=read_snapshot,
+        what_if=what_if or (),
         out=out,
+        html=html,
         scenario_out=scenario_out,
         json=json,
         tensor_parallel_size=tensor_parallel_size,

@@ -160,7 +160,7 @@ def simulate(
         timeline_columns=timeline,
         mark_columns=mark_columns(record),
         memory_columns=memory_columns(record) if ran is None else ran.memory_columns(),
-        bill_columns=bill_columns(record.requests, config.block_size, memory.block_bytes(config.num_gpu_blocks)),
+        bill_columns=bill_columns(record.requests, config.slots_per_block, memory.block_bytes(config.num_gpu_blocks)),
         oom_log=oom_log(record, _arguments(resolved, config)),
         oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
