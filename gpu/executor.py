@@ -201,6 +201,7 @@ class TorchExecutor:
             phase="decode" if not prefills else "prefill" if prefills == len(scheduled) else "mixed",
             num_tokens=sum(request.num_tokens for request in scheduled),
             num_seqs=len(scheduled),
+            decode_seqs=len(scheduled) - prefills,
             kv_tokens=sum(self._kv_tokens.values()),
             allocated_blocks=self.pool.tags.num_held,
             workspace_bytes=self.workspace.step_high_water_bytes,

@@ -314,7 +314,9 @@ class EngineCore:
             victim, reason = hopeless
             self._retire(victim, now_fs)
             self._end(victim, Outcome.FAILED, reason, now_fs)
-        return Committed(result.steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs)
+        return Committed(
+            result.steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
+        )
 
     def close(self, now_fs: int) -> None:
         """The run is over: log what was decided after the last step."""
@@ -421,7 +423,9 @@ class EngineCore:
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
-            if request.num_tokens < request.target_tokens and (scheduler.growth.slides or not scheduler.holdings.windows):
+            if request.num_tokens < request.target_tokens and (
+                scheduler.growth.slides or not scheduler.holdings.windows
+            ):
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 

@@ -81,7 +81,9 @@ class Scheduler:
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
         if self.growth.slides and (head := self.waiting.head()) is not None and self.holdings.find(head):
-            return False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
+            return (
+                False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
+            )
         return self._admission.steady and self.waiting.steady
 
     def draft(self, now_fs: int) -> Draft:
