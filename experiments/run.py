@@ -23,14 +23,24 @@ def run(
     html: Path | None = None,
     json: bool = False,
 ) -> int:
-    """Simulate, write the files, print. Returns the exit code."""
+    """Simulate, write the files, print. Returns the exit code.
+
+    Raises StartUpError, after its log was written to `out`, when the engine does not start.
+    """
     import sim
+    from sim.memory.start_up import StartUpError
     from sim.results.console import print_summary
+    from sim.results.files import write_text
 
     _make_room(out, html)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
         progress.say("simulating")
-        result = sim.simulate(scenario, decision_log=log.write if log else None)
+        try:
+            result = sim.simulate(scenario, decision_log=log.write if log else None)
+        except StartUpError as error:
+            if out is not None:
+                write_text(out / "oom.log", error.log)
+            raise
     written = _write(result, out, html) + ([decision_log] if decision_log else [])
     if json:
         print_json(result.summary)
