@@ -119,7 +119,7 @@ class Scenario(BaseModel):
         back what was given.
         Raises ScenarioError.
         """
-        return self._changed(self._given(), changes, _python_label, _python_label)
+        return self._changed(self.given(), changes, _python_label, _python_label)
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Every key of every table with its final value, defaults of model and GPU filled in: plain JSON types. Raises ScenarioError."""
@@ -145,7 +145,7 @@ class Scenario(BaseModel):
         BaseModel.__init__(scenario, **_validated(tables, where))
         return scenario
 
-    def _given(self) -> _Tables:
+    def given(self) -> _Tables:
         """What was given, without defaults."""
         tables = {name: getattr(self, name).model_dump(exclude_unset=True) for name in TABLES}
         return {**tables, "slo": dict(self.slo.as_dict()) if self.slo else {}}

@@ -77,7 +77,8 @@ def simulate(
     the time that passes. The caller then brings in `real` what runs it; `experiments.real_run.run_scenario` does. `executor`
     (made for each engine core) does the steps instead of either.
 
-    Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
+    Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message); StartUpError, with a log, when
+    faults make the engine run out of memory while it starts.
     """
     from sim.core.request import samples
     from sim.results import (
@@ -116,6 +117,7 @@ def simulate(
         raise ScenarioError(
             "[run] faults are injected into a simulated device, but here an executor runs the steps; leave one of them out"
         )
+    check_start(resolved, memory)
     prices = cost or cost_model(resolved)
     record = run_world(
         config,
@@ -225,6 +227,23 @@ def device(resolved: Resolved) -> Device:
     from sim.memory.faults import read_faults
 
     return Device(resolved.model, resolved.gpu, resolved.ledger, read_faults(resolved["run"]["faults"]))
+
+
+def check_start(resolved: Resolved, memory: Device) -> None:
+    """Raise StartUpError, with the log it would leave, when the faults of `memory` keep the engine from starting."""
+    from sim.memory.start_up import StartUpError, start_up_failure
+
+    failure = start_up_failure(memory, resolved.model)
+    if failure is None:
+        return
+    from sim.catalog.gpus import GIB
+    from sim.results.start_up_log import start_up_log
+
+    message = (
+        f"the engine does not start: in {failure.phase}, {failure.what} asked for {failure.tried_bytes / GIB:.2f} GiB and "
+        f"{failure.free_bytes / GIB:.2f} GiB were free"
+    )
+    raise StartUpError(message, start_up_log(memory, _arguments(resolved, engine_config(resolved)), failure))
 
 
 def _arguments(resolved: Resolved, config: EngineConfig) -> dict[str, Any]:
