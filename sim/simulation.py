@@ -19,13 +19,13 @@ from .scenario_errors import ScenarioError, nearest
 from .steady_state import steady_state_warnings
 
 if TYPE_CHECKING:
-    from sim.catalog.shape import ModelShape
-    from sim.core.config import EngineConfig
+    from sim.core.config import AttentionGroup, EngineConfig
     from sim.core.engine import EngineCore
     from sim.core.plan import Executor
     from sim.core.policy import Policy
     from sim.core.request import RequestSpec
     from sim.costs.protocol import CostModel
+    from sim.memory import Ledger
     from sim.memory.device import Device
     from sim.results.result import Result
     from sim.workload import BuiltWorkload
@@ -204,9 +204,9 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     """The settings of the decision core. Raises ConfigError for a contradiction."""
     from sim.core.config import EngineConfig
 
-    engine, policy = resolved["engine"], resolved["policy"]
+    engine, policy, ledger = resolved["engine"], resolved["policy"], resolved.ledger
     return EngineConfig(
-        num_gpu_blocks=resolved.ledger.equivalent_blocks,
+        num_gpu_blocks=ledger.num_gpu_blocks,
         block_size=engine["block_size"],
         max_model_len=engine["max_model_len"],
         max_num_seqs=engine["max_num_seqs"],
@@ -215,10 +215,21 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         enable_chunked_prefill=engine["enable_chunked_prefill"],
         scheduling_policy=policy["scheduling_policy"],
         reserve_full_prompt=policy["scheduler_reserve_full_isl"],
-        sliding_window=_window(resolved.model),
+        sliding_window=None if ledger.layout.is_hybrid else ledger.layout.groups[0].window,
+        kv_groups=core_groups(ledger),
+        in_flight_tokens=ledger.in_flight_tokens,
         num_cpu_blocks=policy["num_cpu_blocks"],
         watermark=policy["watermark"],
     )
+
+
+def core_groups(ledger: Ledger) -> tuple[AttentionGroup, ...]:
+    """The attention groups of the pool that a ledger sized; none for a model with one kind of layer."""
+    from sim.core.config import AttentionGroup
+
+    if not ledger.layout.is_hybrid:
+        return ()
+    return tuple(AttentionGroup(block_size=group.block_size, window=group.window) for group in ledger.layout.groups)
 
 
 def device(resolved: Resolved) -> Device:
@@ -307,8 +318,3 @@ def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:
     return (given[0], given[1]) if isinstance(given, list) else given
 
-
-def _window(model: ModelShape) -> int | None:
-    """The window that every layer has; a model with one full-attention layer keeps every block."""
-    windows = {kind.window for kind in model.attention}
-    return windows.pop() if len(windows) == 1 else None

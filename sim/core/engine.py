@@ -374,25 +374,27 @@ class EngineCore:
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
         """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
         assert self._draft is not None
-        scheduler, growth, slots_per_block = self._scheduler, self._scheduler.growth, self.config.slots_per_block
+        scheduler, growth = self._scheduler, self._scheduler.growth
+        slots_per_block = scheduler.decode.slots_per_block
         usage, emptied = [(0, self.pool.num_owned)], [0]
         table_slots = [scheduler.holdings.table_blocks * slots_per_block]
-        steps, computed = result.steps, result.steps_computed
-        for ahead in range(1, steps):
-            grown: dict[int, list[int]] = {}
-            decisions = Decisions()
-            if growth.changes_in(ahead):
-                elapsed_fs = result.durations.before_fs(ahead)
-                now_fs = plan.start_fs + elapsed_fs
-                decisions.released = growth.slide(ahead, elapsed_fs, now_fs)
-                grown = growth.grow(ahead, now_fs)
+        before_fs = result.durations.before_fs
+        changing = growth.changing_until(result.steps)
+        took: dict[int, list[int]] = {}
+        at = 0
+        for ahead in changing if self._sink is None else range(1, result.steps):
+            took, at, slid = {}, ahead, []
+            if self._sink is None or ahead in changing:
+                elapsed_fs = before_fs(ahead)
+                slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
+                took = growth.grow(ahead, plan.start_fs + elapsed_fs)
                 usage.append((ahead, self.pool.num_owned))
                 table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
-                emptied.append(emptied[-1] + sum(len(slid) for _, slid in decisions.released) * slots_per_block)
+                emptied.append(emptied[-1] + sum(len(blocks) for _, blocks in slid) * slots_per_block)
             if self._sink is not None:
-                self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, decisions)
-            if ahead == computed:  # the step that ran out of memory: what it took is taken back
-                self._draft.decode_blocks = grown
+                self._log(plan.step + ahead, plan.start_fs + before_fs(ahead), took, Decisions(released=slid))
+        if 0 < result.steps_computed < result.steps:  # the last step ran out of memory: what it took is taken back
+            self._draft.decode_blocks = took if at == result.steps_computed else {}
         return tuple(usage), tuple(table_slots), tuple(emptied)
 
     def _share_done(self, draft: Draft, request: Request) -> None:
