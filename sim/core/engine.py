@@ -334,9 +334,7 @@ class EngineCore:
         self._advance_shares(draft, now_fs)
         finished = {request.order: request for request in decode.completed()}
         finished |= {
-            r.order: r
-            for r in scheduler.catching_up.values()
-            if r.num_tokens >= r.target_tokens and r.ended_fs is None
+            r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens and r.ended_fs is None
         }
         for request_id in result.stopped:
             if (stopped := self._requests.get(request_id)) is None:

@@ -307,10 +307,11 @@ class Scheduler:
 
     def _admit(self, draft: Draft, now_fs: int) -> None:
         """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last."""
+        slots = self.config.max_num_seqs - len(self.departing)
         while self.swapped and not is_paused(self, self.swapped[0]):
-            if not draft.budget or self.num_slots_taken >= self.config.max_num_seqs or not self._resume(draft, now_fs):
+            if not draft.budget or len(self.running) >= slots or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
-        while draft.budget and self.num_slots_taken < self.config.max_num_seqs:
+        while draft.budget and len(self.running) < slots:
             request = self.waiting.head()
             if request is None or not self._try_start(request, draft, now_fs):
                 return
