@@ -99,7 +99,10 @@ def simulate(
     run = resolved["run"]
 
     built = build_workload(resolved, replication)
-    sent = [sample for spec in built.requests for sample in samples(replace(spec, n=resolved["workload"]["n"]))]
+    changes_to_each: dict[str, Any] = {"n": resolved["workload"]["n"]}
+    if not resolved["workload"]["ignore_eos"]:
+        changes_to_each["max_tokens"] = None
+    sent = [sample for spec in built.requests for sample in samples(replace(spec, **changes_to_each))]
     config, policy = choose_policy(
         resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
     )
@@ -213,6 +216,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         max_num_batched_tokens=engine["max_num_batched_tokens"],
         enable_prefix_caching=engine["enable_prefix_caching"],
         enable_chunked_prefill=engine["enable_chunked_prefill"],
+        async_scheduling=engine["async_scheduling"],
         scheduling_policy=policy["scheduling_policy"],
         reserve_full_prompt=policy["scheduler_reserve_full_isl"],
         sliding_window=None if ledger.layout.is_hybrid else ledger.layout.groups[0].window,
@@ -285,6 +289,7 @@ def cost_model(resolved: Resolved) -> CostModel:
     """
     from sim.costs import Roofline
     from sim.costs.fitted import AUTO, fitted_cost, profile_names
+    from sim.costs.overlap import overlapped
 
     profile = resolved["gpu"]["profile"]
     settings = {
@@ -295,14 +300,15 @@ def cost_model(resolved: Resolved) -> CostModel:
             for key in ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
         },
     }
+    planned_ahead = overlapped if resolved["engine"]["async_scheduling"] else lambda cost: cost
     if profile == ROOFLINE:
-        return Roofline(resolved.model, resolved.gpu, **settings)
+        return planned_ahead(Roofline(resolved.model, resolved.gpu, **settings))
     known = (ROOFLINE, AUTO, *profile_names())
     if profile not in known and not Path(profile).is_file():
         raise ScenarioError(
             f"[gpu] profile is {profile!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(profile, known)}"
         )
-    return fitted_cost(profile, resolved.model, resolved.gpu, **settings)
+    return planned_ahead(fitted_cost(profile, resolved.model, resolved.gpu, **settings))
 
 
 def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:

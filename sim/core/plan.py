@@ -31,6 +31,8 @@ class BatchShape:
     """Block copies on the device (copy-on-write)."""
     swapped_blocks: int = 0
     """Blocks moved between the device and the CPU pool, both directions together."""
+    after_pause: bool = False
+    """Whether nothing was under way when the step was planned: the host's work before it is hidden behind no other step."""
 
     def later(self, steps: int) -> BatchShape:
         """The shape of the same decode step `steps` repetitions later."""

@@ -242,8 +242,8 @@ class Request:
         return self.num_tokens - self.spec.input_tokens
 
     def degrade(self, action: str) -> None:
-        """Note that a rung of the ladder touched this request."""
-        if action not in self.degraded:
+        """Note that a rung of the ladder touched this request, unless it has ended for its client."""
+        if action not in self.degraded and self.ended_fs is None:
             self.degraded.append(action)
 
     def hold(self, change: int, now_fs: int) -> None:

@@ -138,8 +138,8 @@ class EngineView:
 
     @property
     def num_running(self) -> int:
-        """Admitted requests."""
-        return len(self._scheduler.running)
+        """Admitted requests, those included that hold a slot a step longer with asynchronous scheduling."""
+        return self._scheduler.num_slots_taken
 
     @property
     def num_admissions(self) -> int:
@@ -149,7 +149,7 @@ class EngineView:
     @property
     def num_waiting(self) -> int:
         """Queued requests, preempted and swapped ones included."""
-        return len(self._scheduler.waiting) + len(self._scheduler.swapped)
+        return len(self._scheduler.waiting) + len(self._scheduler.swapped) + self._scheduler.num_unseen
 
     @property
     def num_in_flight(self) -> int:
