@@ -32,6 +32,6 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     computed = sum(decode.computed(request) - request.dropped_tokens for request in decode)
     if decode.computed_tokens != computed:
         raise IntegrityError(f"the decode set has {computed} tokens, {decode.computed_tokens} are counted")
-    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped)
+    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held
     if in_system != num_unfinished:
         raise IntegrityError(f"{num_unfinished} requests are in the system, but {in_system} are running or waiting")

@@ -97,8 +97,9 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, swapped ones included."""
-        return len(self._scheduler.waiting) + len(self._scheduler.swapped)
+        """Requests in the system that do not run: queued, swapped, or to start as a copy of another one."""
+        scheduler = self._scheduler
+        return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held
 
     @property
     def num_unfinished(self) -> int:
@@ -178,6 +179,8 @@ class EngineCore:
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
+        if spec.forking is not None and self._scheduler.families.join(request):
+            return Arrived(request, may_change_plan=False, may_start=False)
         became_head = self._scheduler.waiting.add(request)
         may_start = became_head and self.num_running < self.config.max_num_seqs
         return Arrived(request, may_start or (became_head and self._pressure.watches_queue), may_start)
@@ -185,16 +188,21 @@ class EngineCore:
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
     ) -> bool:
-        """A client leaves, in whatever state its request is. False if the request has ended (or never was).
+        """A client leaves, in whatever state its request is. False if the request has ended (or never was). The name of a request that
+        forks stands for all of its sequences.
 
         The blocks of a request in a step under way return when the step is committed; its output of that step is dropped.
         """
         request = self._requests.get(request_id)
+        if request is None and self._scheduler.families:
+            left = [self.abort(each, now_fs, outcome, reason) for each in self._scheduler.families.ids(request_id)]
+            return any(left)
         if request is None or request.abort_fs is not None:
             return False
         request.outcome, request.reason = outcome, reason
         if request.state is State.WAITING:
-            self._scheduler.waiting.discard(request)
+            if request.spec.forking is None or not self._scheduler.families.drop(request):
+                self._scheduler.waiting.discard(request)
             self._end(request, outcome, reason, now_fs)
         elif request.state is State.SWAPPED:
             self._scheduler.drop_swapped(request)
@@ -241,6 +249,7 @@ class EngineCore:
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
+            forks=tuple(self._decisions.forked),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
             scheduled=lambda ahead: self._scheduled(step, ahead),
@@ -296,6 +305,8 @@ class EngineCore:
             )
         self._leaving = []
         self._advance_shares(draft, now_fs)
+        if scheduler.families:
+            self._fork(result, now_fs)
         finished = {request.order: request for request in decode.completed()}
         finished |= {r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens}
         for request_id in result.stopped:
@@ -416,6 +427,18 @@ class EngineCore:
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 
+    def _fork(self, result: StepResult, now_fs: int) -> None:
+        """Let sequences go on as copies of others, and write it down."""
+        decisions = self._decisions
+        for fork in self._scheduler.families.after_step(result.forked, result.stopped, now_fs):
+            child = fork.child
+            if fork.released is not None:
+                decisions.released.append((child.request_id, fork.released))
+            if fork.started:
+                decisions.admitted.append(child.request_id)
+            shared = tuple(child.table.blocks) if fork.shares else ()
+            decisions.forked.append((child.request_id, fork.source.request_id, shared))
+
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         self._retire(request, now_fs)
         spec = request.spec
@@ -445,6 +468,8 @@ class EngineCore:
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
         self._scheduler.holdings.forget_private(request)
         request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
+        if request.spec.forking is not None:
+            self._scheduler.families.ended(request)
         if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
             self._scheduler.backlog_tokens -= request.spec.input_tokens
         self._ended.append(request)

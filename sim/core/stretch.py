@@ -48,6 +48,8 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
     limit = decode.steps_to_completion() or 1
     if max_steps is not None:
         limit = min(limit, max_steps)
+    if scheduler.families:
+        limit = scheduler.families.steps_to_next(limit)
     return 1 + decode.steps_that_fit(min(room, scheduler.pool.num_free), 1, limit - 1)
 
 
