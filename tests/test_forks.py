@@ -61,7 +61,8 @@ def test_two_beams_on_paper(drive):
     plan, tables = step()
     assert tables == {"r#0": (1, 2)}
     assert refs(engine, 1, 2) == [2, 2]
-    assert (second.num_computed_tokens, second.num_tokens, second.first_token_fs) == (6, 7, FS_PER_S)
+    assert (second.num_computed_tokens, second.num_tokens) == (6, 7)
+    assert (second.scheduled_fs, second.first_token_fs) == (first.scheduled_fs, first.first_token_fs) == (0, FS_PER_S)
 
     plan, tables = step()
     assert plan.forks == (("r#1", "r#0", (1, 2)),)

@@ -138,8 +138,15 @@ class EngineCore:
 
     @property
     def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet."""
-        return tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released)
+        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet. Blocks that were
+        shared by a fork since then, and given back, it never knew of.
+        """
+        releases = [(request_id, tuple(blocks)) for request_id, blocks in self._decisions.released]
+        for child, _, table in self._decisions.forked:
+            untold = (child, tuple(block_id for block_id in table if block_id))
+            if table and untold in releases:
+                releases.remove(untold)
+        return tuple(releases)
 
     @property
     def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:
