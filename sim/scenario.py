@@ -248,6 +248,15 @@ def _check_workload(workload: WorkloadTable, label: _Label) -> None:
             f"{label('workload', 'trace')} ({workload.trace}) and {label('workload', 'workload')} ({workload.workload}) are both "
             "given; requests come from one of them"
         )
+    if workload.n > 1 and workload.beam_width > 1:
+        raise ScenarioError(
+            f"{label('workload', 'n')} ({workload.n}) and {label('workload', 'beam_width')} ({workload.beam_width}) are both above 1; a "
+            "request has samples or beams, not both"
+        )
+    if workload.beam_change is not None and workload.beam_width == 1:
+        raise ScenarioError(
+            f"{label('workload', 'beam_change')} ({workload.beam_change:g}) is about beams, but there are none; give beam_width too"
+        )
     if workload.trace is not None and workload.burstiness is not None and workload.rate is None:
         raise ScenarioError(
             f"{label('workload', 'burstiness')} shapes random arrivals, but a trace without a rate is replayed at its own times; "
