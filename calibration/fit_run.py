@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim.catalog.gpus import GPUS
 from sim.catalog.gpus import gpu as gpu_called
-from sim.catalog.host import HOST
-from sim.core.config import ConfigError
 from sim.core.plan import BatchShape
 
 from .document import document
@@ -96,25 +93,13 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
 def _device(run: StepRun, gpu: str | None) -> str:
     """The catalogue's name of what was measured."""
     provenance = run.document["provenance"]
-    if provenance["device"] == "cpu":
-        return HOST.name
-    return gpu_called(gpu).name if gpu is not None else catalogue_device(str(provenance["device_name"]))
-
-
-def catalogue_device(product: str) -> str:
-    """The catalogue's name of a GPU by its product name, such as `NVIDIA H200`.
-
-    Raises: CalibrationError when the catalogue does not know it under that name.
-    """
-    words = product.lower().removeprefix("nvidia").replace("geforce", "").split()
-    for end in range(len(words), 0, -1):
-        try:
-            return gpu_called("-".join(words[:end])).name
-        except ConfigError:
-            continue
-    raise CalibrationError(
-        f"{product} is not in the catalogue under that name; say which GPU it is with --gpu (there are {', '.join(GPUS)})"
-    )
+    if gpu is not None:
+        return gpu_called(gpu).name
+    if not provenance.get("gpu"):
+        raise CalibrationError(
+            f"{run.name} was measured on {provenance['device_name']}, which is not in the catalogue; say which GPU it is like with --gpu"
+        )
+    return str(provenance["gpu"])
 
 
 def _errors(points: Points) -> dict[str, Any]:
@@ -188,7 +173,13 @@ def _notes(points: Points, model: StepModel, samples: list[StepModel]) -> list[s
             )
         elif model.values[name] > 0 and high - low > UNSURE * model.values[name]:
             notes.append(f"{name}: {model.values[name]:.3g} us, uncertain ({low:.3g} to {high:.3g} us)")
-    notes.append("steps were run eagerly, one kernel after another: there is no CUDA graph in these terms")
+    if (points.served_by == "eager").all():
+        notes.append("steps were run eagerly, one kernel after another: there is no CUDA graph in these terms")
+    else:
+        notes.append(
+            "decodes were served by captured graphs, steps with prompt chunks eagerly: the gap between the two is in chunk_launch; "
+            "padding to the sizes of graphs is not told apart from the work"
+        )
     notes.append(
         "decodes and prompt chunks of a step run one after the other in this executor: their attention is added"
     )

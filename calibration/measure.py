@@ -102,13 +102,13 @@ def measure(
         _check_same(before, settings, shape, out)
         if before.spent_s >= budget_s and _has_whole_pass(before, settings, shape):
             return before
-    from gpu.device_facts import device_facts, now
+    from gpu.machine import machine_facts, now
 
     tell("loading the model")
     rig = rig or make_rig(settings)
     started_s = time.perf_counter()
     limits, points = rig.limits, design(rig.limits, settings.seed)
-    facts = {**device_facts(settings.device), "date": now(), "command": command}
+    facts = {**machine_facts(settings.device), "date": now(), "command": command}
     if before is not None:
         _check_same_device(before, facts, out)
     session = _Session(rig, points, settings.seed, before, budget_s, started_s)
@@ -210,6 +210,7 @@ class _Session:
                 workspace_bytes=timed.workspace_bytes,
                 process_bytes=timed.process_bytes,
                 device_bytes=timed.device_bytes,
+                served_by=timed.served_by,
             )
         )
 

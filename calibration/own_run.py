@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sim.core.request import RequestSpec, samples
+from sim.core.request import RequestSpec
+from sim.policy_choice import choose_policy
 from sim.resolve import resolve
 from sim.scenario import Scenario
 from sim.scenario_errors import ScenarioError
-from sim.simulation import build_workload
+from sim.sequences import sequences
+from sim.simulation import build_workload, engine_config
 
 from .errors import CalibrationError
 from .runs import RecordedRun
@@ -123,9 +124,9 @@ def _requests(scenario: Scenario, folder: Path) -> tuple[RequestSpec, ...]:
     trace = scenario.workload.trace
     if trace is not None and not Path(trace).is_file():
         raise CalibrationError(f"{folder}: its requests came from {trace}, which is not there; the twin needs it")
-    resolved = resolve(scenario.with_(executor="torch", device="cpu"))
-    built = build_workload(resolved).requests
-    return tuple(sample for spec in built for sample in samples(replace(spec, n=resolved["workload"]["n"])))
+    resolved = resolve(scenario)
+    config, _ = choose_policy(resolved["policy"], engine_config(resolved))
+    return tuple(sequences(resolved.tables, config, build_workload(resolved).requests))
 
 
 def _check_same(specs: Sequence[RequestSpec], table: Any, folder: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gpu.batch import Sampling
-from gpu.device_facts import process_bytes
-from gpu.executor import StepReading, TorchExecutor
+from gpu.executor import TorchExecutor
+from gpu.readings import StepReading, process_bytes
 from gpu.real_engine import SMALL, RealEngine, RealSettings
 from gpu.tokens import TokenBook
 from sim.catalog.shape import ModelShape
@@ -41,6 +41,8 @@ class Timed:
     """Resident memory of this process after the step, where the system tells."""
     device_bytes: int | None
     """Bytes that torch has reserved on the device; None on the CPU."""
+    served_by: str
+    """`eager`, or `graph of N` for decodes that a captured graph served."""
 
 
 class StepRig:
@@ -137,14 +139,16 @@ class StepRig:
             workspace_bytes=self._reading.workspace_bytes,
             process_bytes=process_bytes(),
             device_bytes=self.executor.pool.counters().device_reserved_bytes,
+            served_by=self._reading.served_by,
         )
 
     def _announce(self, scheduled: list[ScheduledRequest], specs: list[RequestSpec]) -> None:
         """Make the sequences known: their prompts drawn and the blocks of their contexts booked, as earlier steps would have."""
-        self.executor.tokens = TokenBook(specs, seed=self._step, vocab_size=self.shape.vocab_size)
+        book = TokenBook(specs, seed=self._step, vocab_size=self.shape.vocab_size)
+        self.executor.forward.tokens = book
         for share in scheduled:
             if share.context_tokens:
-                self.executor.tokens.tokens(share.request_id, 0, 0)
+                book.tokens(share.request_id, 0, 0)
                 held = blocks_for(share.context_tokens, self.limits.block_size)
                 self.executor.moves.hold(
                     ScheduledRequest(

@@ -31,6 +31,8 @@ class Points:
     """Most of any repeat."""
     kinds: npt.NDArray[np.str_]
     """`decode`, `prefill` or `mixed`."""
+    served_by: npt.NDArray[np.str_]
+    """`eager`, or the captured graph."""
     quality: Quality
 
     def chosen(self, mask: npt.NDArray[np.bool_]) -> list[BatchShape]:
@@ -69,6 +71,7 @@ def points_of(run: StepRun) -> Points:
         repeats=np.asarray(repeats),
         workspace_bytes=np.asarray(workspace, dtype=np.float64),
         kinds=kinds,
+        served_by=np.asarray([run.steps[by_point[point][0]].served_by for point in sorted(by_point)]),
         quality=quality,
     )
 

@@ -40,10 +40,11 @@ COLUMNS: dict[str, str] = {
     "workspace_bytes": "most bytes of the workspace in use at once",
     "process_bytes": "resident memory of the process after the step; empty where the system does not tell",
     "device_bytes": "bytes that torch has reserved on the GPU; empty on the CPU",
+    "served_by": "eager, or graph of N for decodes that a captured graph of N sequences served",
 }
 """Columns of steps.csv and what they mean."""
 _OPTIONAL = ("process_bytes", "device_bytes")
-_TEXT = ("group", "prefill")
+_TEXT = ("group", "prefill", "served_by")
 PROVENANCE_KEYS = ("device", "device_name", "torch", "kvtwin_version", "date", "command")
 """What a run must say of its origin."""
 
@@ -62,6 +63,7 @@ class Step:
     workspace_bytes: int
     process_bytes: int | None = None
     device_bytes: int | None = None
+    served_by: str = "eager"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +164,16 @@ def _step(row: Mapping[str, str]) -> Step:
         duration_us=duration,
         shape=BatchShape(
             prefill=tuple(_chunk(text) for text in row["prefill"].split()),
-            **{name: counts[name] for name in _SHAPE},
+            decode_seqs=counts["decode_seqs"],
+            decode_context_tokens=counts["decode_context_tokens"],
+            decode_max_context_tokens=counts["decode_max_context_tokens"],
+            sampled_seqs=counts["sampled_seqs"],
+            copied_blocks=counts["copied_blocks"],
+            swapped_blocks=counts["swapped_blocks"],
         ),
         workspace_bytes=counts["workspace_bytes"],
         **{name: int(row[name]) if row[name] else None for name in _OPTIONAL},
+        served_by=row["served_by"],
     )
 
 
@@ -200,6 +208,7 @@ def _csv(steps: Sequence[Step]) -> str:
                 *(getattr(shape, name) for name in _SHAPE),
                 step.workspace_bytes,
                 *("" if value is None else value for value in (step.process_bytes, step.device_bytes)),
+                step.served_by,
             ]
         )
     return stream.getvalue()

@@ -236,7 +236,7 @@ def judge_command(
     margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin)
     run = read_run(recorded, prefixes)
     if run.scenario is not None:  # it says itself what was run; flags change that
-        scenario = run.scenario.with_(**scenario.given())
+        scenario = run.scenario.with_(**{name: keys for name, keys in scenario.given().items() if keys})
     with Progress("kvtwin calibrate judge") as progress:
         progress.say("simulating")
         judged = judge(run, simulate_requests(scenario, run.requests), margins)

@@ -39,15 +39,15 @@ from calibration.step_log import StepRun
 from calibration.twin import simulate_requests
 from sim.core.config import ConfigError
 from sim.core.plan import Executor, StepPlan, StepResult
-from sim.core.request import samples
 from sim.costs.profile import FittedProfile
 from sim.resolve import resolve
 from sim.results.files import write_json, write_text
 from sim.scenario import Scenario, ScenarioError
-from sim.simulation import build_workload, cost_model
+from sim.simulation import cost_model
 from sim.world.executors import Recording, RecordingExecutor, ReplayExecutor
 
 from .calibrate import seconds
+from .real_run import run_scenario
 from .terminal import say
 from .validation.worlds import first_difference
 
@@ -142,7 +142,7 @@ def run_loop(
         tell(f"real run {number + 1} of {rounds}")
         real = run_for_real(scenario, settings.clock, rig=rig)
         real.result.save(out / f"real-{number}")
-        difference = first_difference(real.decisions, replay(scenario, real.recording))
+        difference = first_difference(real.decisions, replay(scenario, real))
         write_json(
             out / f"real-{number}" / "lockstep.json", {"difference": difference, "reference_us": real.reference_us}
         )
@@ -165,21 +165,11 @@ def run_loop(
 def held_out_scenario(settings: MeasureSettings) -> Scenario:
     """What is predicted and run: the device's scenario, with the model that is measured."""
     kind = "cuda" if settings.device.startswith("cuda") else "cpu"
-    gpu = {"gpu": "cpu"} if kind == "cpu" else {"gpu": _catalogue_gpu(settings.device)}
     return Scenario(
         model={"model": settings.model, "dtype": settings.dtype},
-        gpu=gpu,
         run={"executor": "torch", "device": settings.device, "seed": 1 + settings.seed},
         **{**HELD_OUT[kind], "engine": {**HELD_OUT[kind]["engine"], "block_size": settings.block_size}},
     )
-
-
-def _catalogue_gpu(device: str) -> str:
-    """The catalogue's name of this machine's GPU."""
-    from calibration.fit_run import catalogue_device
-    from gpu.device_facts import device_facts
-
-    return catalogue_device(device_facts(device)["device_name"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,46 +209,33 @@ def run_for_real(
     """Run `scenario` on its device. With `rig`, its reference step is timed in between. `wrap` gets the executor and returns what is
     used in its place (to plant a drift).
     """
-    from gpu.real_engine import for_scenario
-
-    resolved = resolve(scenario)
-    requests = [
-        sample
-        for spec in build_workload(resolved).requests
-        for sample in samples(dataclasses.replace(spec, n=resolved["workload"]["n"]))
-    ]
-    engine = for_scenario(resolved.tables, resolved.model, requests, clock=clock)
     recorders: list[RecordingExecutor] = []
     decisions: list[dict[str, Any]] = []
     reference_us: list[float] = []
 
-    def executor(core: Any) -> RecordingExecutor:
-        inner: Any = engine.executor(core)
+    def wrapped(inner: Any) -> Executor:
         if rig is not None:
             inner = _Visiting(inner, rig, reference_us)
         recorders.append(RecordingExecutor(inner if wrap is None else wrap(inner)))
         return recorders[-1]
 
-    result = sim.simulate(scenario, executor=executor, decision_log=decisions.append)
-    facts = {"executors": engine.report()}
+    result = run_scenario(scenario, decision_log=decisions.append, clock=clock, wrap=wrapped)
     return RealRun(
-        result=dataclasses.replace(
-            result, summary={**result.summary, **facts}, provenance={**result.provenance, **facts, "clock": clock}
-        ),
+        result=dataclasses.replace(result, provenance={**result.provenance, "clock": clock}),
         recording=recorders[0].recording,
         decisions=decisions,
         reference_us=reference_us,
     )
 
 
-def replay(scenario: Scenario, recording: Recording) -> list[dict[str, Any]]:
+def replay(scenario: Scenario, real: RealRun) -> list[dict[str, Any]]:
     """The decisions of the simulator when every step takes as long as it really took."""
     decisions: list[dict[str, Any]] = []
-    simulated = scenario.with_(executor="model", device=None)
+    simulated = scenario.with_(executor="model", device=None, gpu=real.result.provenance["gpu"])
     sim.simulate(
         simulated,
         cost=sim.costs.FixedCost(1.0),
-        executor=lambda core: ReplayExecutor(recording),
+        executor=lambda core: ReplayExecutor(real.recording),
         decision_log=decisions.append,
     )
     return decisions

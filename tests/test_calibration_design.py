@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from calibration.design import DesignPoint, Limits, design, pass_order
 from calibration.errors import CalibrationError
-from calibration.fit_run import catalogue_device, fit_run_profile
+from calibration.fit_run import fit_run_profile
 from calibration.max_affine import fit_max_affine, predict_max_affine
 from calibration.quality import assess
 from calibration.run_points import points_of
@@ -52,7 +52,7 @@ def timed(points: list[DesignPoint], *, noise: float = 0.0, repeats: int = 5, fa
                     )
                 )  # fmt: skip
     provenance = {
-        "kvtwin_version": "0", "device": "cpu", "device_name": "a CPU", "torch": "2", "date": "2026-01-05", "command": "test",
+        "kvtwin_version": "0", "device": "cpu", "gpu": "cpu", "device_name": "a CPU", "torch": "2", "date": "2026-01-05", "command": "test",
     }  # fmt: skip
     attention = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     return StepRun(
@@ -159,7 +159,7 @@ def test_the_profile_prices_steps_as_the_model_behind_it_does() -> None:
     file = ProfileFile(
         name="x", kind="model", gpu="cpu", model="tiny-llama-test", tensor_parallel_size=1, data=profile, where="x"
     )  # fmt: skip
-    cost = FittedProfile(model_terms(file, copy_block_s=1.0, swap_block_s=1.0), name="x")
+    cost = FittedProfile(model_terms(file, 2, copy_block_s=1.0, swap_block_s=1.0), name="x")
     shapes = [point.shape for point in design(LIMITS, 0)]
     priced = np.asarray([cost.step_fs(shape) * 1e-9 for shape in shapes])
     error = np.abs(priced / TRUTH.predict(shapes) - 1)
@@ -205,13 +205,20 @@ def test_too_few_steps_of_a_kind_are_refused() -> None:
         points_of(timed(points))
 
 
-@pytest.mark.parametrize(
-    ("product", "name"), [("NVIDIA H200", "h200-sxm-141gb"), ("NVIDIA GeForce RTX 4090", "rtx-4090-24gb"), ("NVIDIA L4", "l4-24gb")]
-)  # fmt: skip
-def test_a_gpu_is_known_by_its_product_name(product: str, name: str) -> None:
-    assert catalogue_device(product) == name
-    with pytest.raises(CalibrationError, match="say which GPU it is with --gpu"):
-        catalogue_device("NVIDIA Quadro 1")
+def test_a_gpu_that_the_catalogue_does_not_know_must_be_named() -> None:
+    run = timed(design(LIMITS, 0))
+    provenance = {
+        **run.document["provenance"],
+        "device": "cuda",
+        "gpu": None,
+        "device_name": "NVIDIA Quadro 1",
+        "triton": "3",
+    }
+    unknown = dataclasses.replace(run, document={**run.document, "provenance": provenance})
+    with pytest.raises(CalibrationError, match="NVIDIA Quadro 1, which is not in the catalogue"):
+        fit_run_profile(unknown, date="2026-01-05", command="test")
+    named = fit_run_profile(unknown, date="2026-01-05", command="test", gpu="h200")
+    assert named["gpu"] == "h200-sxm-141gb"
 
 
 # ── a device that does not keep still ────────────────────────────────────────────────────────────────────────────────

@@ -182,8 +182,9 @@ def test_a_run_without_provenance_is_refused(exact: Path, tmp_path: Path) -> Non
 def test_a_real_run_and_its_replay_decide_alike_and_a_replay_of_other_durations_does_not() -> None:
     scenario = held_out_scenario(SETTINGS)
     real = run_for_real(scenario, "thread")
-    assert first_difference(real.decisions, replay(scenario, real.recording)) is None
-    slower = {step: (3 * took, oom) for step, (took, oom) in real.recording.items()}
+    assert first_difference(real.decisions, replay(scenario, real)) is None
+    recording = {step: (3 * took, oom) for step, (took, oom) in real.recording.items()}
+    slower = dataclasses.replace(real, recording=recording)
     try:
         parted = first_difference(real.decisions, replay(scenario, slower)) is not None
     except ValueError as error:  # so far apart that a step was asked for that the run never did

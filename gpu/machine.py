@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sim._version import __version__
+from sim.catalog.host import HOST
+from sim.core.config import ConfigError
 
 
-def device_facts(device: str) -> dict[str, Any]:
+def machine_facts(device: str) -> dict[str, Any]:
     """The device and the software that a measurement depends on. Needs torch."""
     import torch
 
@@ -23,6 +25,7 @@ def device_facts(device: str) -> dict[str, Any]:
         "kvtwin_version": __version__,
         "device": "cuda" if cuda else "cpu",
         "device_name": torch.cuda.get_device_name(device) if cuda else cpu_name(),
+        "gpu": _catalogue_name(device) if cuda else HOST.name,
         "driver": _driver() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
@@ -49,13 +52,14 @@ def cpu_name() -> str:
     return f"{name}, {cores} cores"
 
 
-def process_bytes() -> int | None:
-    """Resident memory of this process; None where the system does not tell."""
+def _catalogue_name(device: str) -> str | None:
+    """The catalogue's name of a CUDA device; None when it has none."""
+    from .device import device_facts, recognise
+
     try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, IndexError, ValueError):
+        return recognise(device_facts(device)).name
+    except ConfigError:
         return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _version(package: str) -> str | None:
