@@ -19,9 +19,10 @@ from .errors import CalibrationError
 from .runs import RecordedRun
 from .split import SEED
 from .tent import Array
-from .twin import SimulatedRun, preempted
+from .trajectories import DIFFERENT, EQUIVALENT, Trajectory, trajectories
+from .twin import SimulatedRun
 
-EQUIVALENT, DIFFERENT, OPEN = "equivalent", "different", "not shown"
+OPEN = "not shown"
 STATISTICS: dict[str, Callable[[Array], Array]] = {
     "mean": lambda x: np.nanmean(x, axis=-1),
     "p50": lambda x: np.nanpercentile(x, 50, axis=-1),
@@ -33,10 +34,6 @@ SMALL_TTFT_S = 0.2
 SMALL_TTFT_MARGIN_S = 0.02
 """The margin then, or one step (a median TPOT) where that is less: when in a step a request arrives is chance."""
 RESAMPLES = 500
-FEW = 0.5
-"""Mean number of requests below which a trajectory is not compared."""
-PREEMPTED_MARGIN = 0.25
-"""How far the mean number of preempted requests may be off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +67,6 @@ class Metric:
     """The 90 % interval of the error; equal to it where there is only one value."""
     margin: float
     absolute: bool
-    verdict: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """A state of the engine over time, measured and simulated at the same ticks."""
-
-    name: str
-    distance: float
-    """Mean absolute difference over the mean measured value."""
-    measured_mean: float
-    predicted_mean: float
     verdict: str
 
 
@@ -175,7 +160,11 @@ def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) 
         ),
     ]
     return Judgement(
-        run=run, twin=twin, metrics=tuple(metrics), trajectories=tuple(_trajectories(run, twin, limits)), margins=limits
+        run=run,
+        twin=twin,
+        metrics=tuple(metrics),
+        trajectories=tuple(trajectories(run, twin, limits.trajectory)),
+        margins=limits,
     )
 
 
@@ -233,35 +222,6 @@ def _single(name: str, measured: float, predicted: float, margin: float) -> Metr
         absolute=False,
         verdict=_verdict(error, error, margin),
     )
-
-
-def _trajectories(run: RecordedRun, twin: SimulatedRun, limits: Margins) -> list[Trajectory]:
-    if run.ticks_s is None:
-        return []
-    simulated = twin.at(run.ticks_s)
-    measured = dict(run.trajectories)
-    if run.scheduled_s is not None:
-        measured["preempted"] = preempted(run.scheduled_s, run.finished_s, run.ticks_s, measured["running"])
-    found = []
-    for name, values in measured.items():
-        scale = float(np.mean(values))
-        if scale < FEW and simulated[name].mean() < FEW and name != "kv_usage":
-            continue  # nothing to follow: a request that is started and not yet counted as running makes such a trace
-        distance = float(np.mean(np.abs(simulated[name] - values)) / scale) if scale else float("inf")
-        ratio = float(np.mean(simulated[name])) / scale if scale else float("inf")
-        # A handful of preempted requests flickers: not when, but how many there were is judged.
-        close = abs(ratio - 1) <= PREEMPTED_MARGIN if name == "preempted" else distance <= limits.trajectory
-        verdict = EQUIVALENT if close else DIFFERENT
-        found.append(
-            Trajectory(
-                name=name,
-                distance=distance,
-                measured_mean=scale,
-                predicted_mean=float(np.mean(simulated[name])),
-                verdict=verdict,
-            )
-        )
-    return found
 
 
 def _verdict(low: float, high: float, margin: float) -> str:

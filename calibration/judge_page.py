@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from .judge import DIFFERENT, EQUIVALENT, Judgement, Metric
+from .judge import Judgement, Metric
 from .plots import BLUE, GREY, Series, against, lines, page_frame, table
+from .trajectories import DIFFERENT, EQUIVALENT
 
 CLASS = {EQUIVALENT: "good", DIFFERENT: "bad"}
 

@@ -70,11 +70,13 @@ def measure_command(
     json: Json = False,
 ) -> int:
     """Time a designed set of steps on a device, with the executor that serves; memory beside. May be stopped and gone on with."""
-    from calibration.measure import DEFAULT_MODEL, MeasureSettings, measure
-    from calibration.quality import assess
+    from .calibrate_measure import run_measure
 
-    settings = MeasureSettings(
-        model=model or DEFAULT_MODEL["cuda" if device.startswith("cuda") else "cpu"],
+    return run_measure(
+        out,
+        model=model,
+        budget=budget,
+        json=json,
         device=device,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
@@ -85,38 +87,6 @@ def measure_command(
         seed=seed,
         clock=clock,
     )
-    command = f"kvtwin calibrate measure --device {device} --model {Path(settings.model).name} --budget {budget}"
-    command += "" if clock == "wall" else f" --clock {clock}"
-    with Progress("kvtwin calibrate measure") as progress:
-        run = measure(settings, seconds(budget), out, command=command, tell=progress.say)
-    quality, _ = assess(run.steps)
-    if json:
-        print_json({"out": str(out), "spent_s": run.spent_s, "quality": quality.as_dict(), **run.document})
-        return 0
-    say(
-        f"{quality.steps:,} steps of {run.document['model']['name']} on {run.document['provenance']['device_name']} in "
-        f"{run.spent_s:.0f} s; repeats differ by {quality.noise_floor:.1%}, {quality.outliers} outliers, "
-        f"drift {quality.drift:+.1%}"
-    )
-    for flag in quality.flags:
-        say(f"  note: {flag}")
-    say(f"wrote {out}")
-    return 0
-
-
-def seconds(text: str) -> float:
-    """A time such as `120s`, `2m`, `1.5h` or `90`. Raises CalibrationError."""
-    from calibration.errors import CalibrationError
-
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "s")
-    try:
-        value = float(number) * units[unit]
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise CalibrationError(f"--budget is {text!r}; it is a time such as 120s or 2m")
-    return value
 
 
 @calibrate_app.command("fit", epilog="\b\nExample:\n  kvtwin calibrate fit runs/cpu --out cpu.json --html cpu.html")
@@ -224,9 +194,10 @@ def judge_command(
 ) -> int:
     """Simulate a recorded run's requests and compare: exit code 0 when the twin is equivalent within the margins, 1 when not."""
     from calibration.errors import CalibrationError
-    from calibration.judge import EQUIVALENT, Margins, judge
+    from calibration.judge import Margins, judge
     from calibration.judge_page import page
     from calibration.runs import read_run
+    from calibration.trajectories import EQUIVALENT
     from calibration.twin import simulate_requests
 
     if recorded is None:

@@ -10,23 +10,17 @@ import numpy as np
 import pytest
 
 from calibration.errors import CalibrationError
-from calibration.judge import DIFFERENT, EQUIVALENT, Margins, judge
+from calibration.judge import Margins, judge
 from calibration.judge_page import page
 from calibration.measure import MeasureSettings
 from calibration.own_run import read_own_run
 from calibration.runs import read_run
 from calibration.speed import at_speed
+from calibration.trajectories import DIFFERENT, EQUIVALENT
 from calibration.twin import simulate_requests
-from experiments.calibration_loop import (
-    BARRED,
-    held_out_scenario,
-    judge_folder,
-    main,
-    replay,
-    run_for_real,
-    run_loop,
-)
+from experiments.calibration_loop import BARRED, main, run_loop
 from experiments.cli import main as kvtwin
+from experiments.loop_runs import held_out_scenario, judge_folder, replay, run_for_real
 from experiments.validation.worlds import first_difference
 from sim.catalog.host import HOST
 from sim.catalog.models import model_shape

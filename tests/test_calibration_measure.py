@@ -12,7 +12,7 @@ from calibration.fit_memory import predict_workspace
 from calibration.measure import MeasureSettings, make_rig, measure
 from calibration.quality import assess
 from calibration.step_log import COLUMNS, StepRun, read_run, write_run
-from experiments.calibrate import seconds
+from experiments.calibrate_measure import seconds
 from experiments.cli import main
 from sim.catalog.models import model_shape
 

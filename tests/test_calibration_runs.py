@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from calibration.errors import CalibrationError
-from calibration.judge import DIFFERENT, EQUIVALENT, Judgement, Margins, judge
+from calibration.judge import Judgement, Margins, judge
 from calibration.judge_page import page
 from calibration.runs import read_run
+from calibration.trajectories import DIFFERENT, EQUIVALENT
 from calibration.twin import SimulatedRun, preempted, simulate_requests
 from experiments.cli import main
 from experiments.profile_sources import (
