@@ -65,7 +65,8 @@ class RecordedRun:
 
 
 def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
-    """The run in the out folder of `kvtwin run --executor torch`, in a folder with `requests.jsonl` and `meta.json`, or in an llm-d CSV.
+    """The run in the out folder of `kvtwin run --executor torch`, in a folder with `requests.jsonl` and `meta.json`, in the JSON
+    of `vllm bench serve`, or in an llm-d CSV.
 
     `prefixes` is a `lengths.csv` of the same requests, whose prefix hits they get. Raises: CalibrationError for a run without
     provenance, or whose prefixes are another workload's; TraceError for an unreadable file; OSError.
@@ -78,9 +79,13 @@ def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
         return _llmservingsim(path, prefixes)
     if path.suffix == ".csv":
         return _llm_d(path)
+    if path.suffix == ".json":
+        from .bench_run import read_bench_run
+
+        return read_bench_run(path)
     raise CalibrationError(
         f"{path}: not a recorded run; the out folder of `kvtwin run --executor torch`, a folder with requests.jsonl and meta.json, "
-        "or an llm-d CSV, is"
+        "the JSON of `vllm bench serve --save-detailed`, or an llm-d CSV, is"
     )
 
 

@@ -174,7 +174,7 @@ def judge_command(
         typer.Option(
             "--run",
             metavar="PATH",
-            help="The recorded run: the --out of run --executor torch, a folder with requests.jsonl, an llm-d CSV.",
+            help="The recorded run: the --out of run --executor torch, a bench JSON, a folder with requests.jsonl, an llm-d CSV.",
         ),
     ] = None,
     prefixes: Annotated[

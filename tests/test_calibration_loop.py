@@ -242,3 +242,35 @@ def test_bad_input_is_one_message(
     said = capsys.readouterr().err
     assert said.startswith("python -m experiments.calibration_loop: ")
     assert words in said
+
+
+# ── the result of a load generator ───────────────────────────────────────────────────────────────────────────────────
+BENCH: dict[str, object] = {
+    "date": "20260105-120000", "backend": "vllm", "model_id": "meta-llama/Llama-3.1-8B",
+    "input_lens": [100, 50, 70], "output_lens": [3, 2, 0], "start_times": [10.5, 10.0, 10.2], "ttfts": [0.1, 0.2, 0.0],
+    "itls": [[0.02, 0.04], [0.03], []], "errors": ["", "", "refused"],
+}  # fmt: skip
+
+
+def test_a_bench_result_has_what_each_request_got_and_every_gap(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(BENCH))
+    run = read_run(path)
+    assert [spec.input_tokens for spec in run.requests] == [50, 100], "in order of arrival, without the one that failed"
+    assert run.ttft_s.tolist() == [0.2, 0.1]
+    assert run.tpot_s == pytest.approx([0.03, 0.03])
+    assert run.e2el_s == pytest.approx([0.23, 0.16])
+    assert run.finished_s == pytest.approx([0.23, 0.66])
+    assert run.itl_s == pytest.approx({"mean": 0.03, "p50": 0.03, "p90": 0.038, "p99": 0.0398})
+    assert "Llama-3.1-8B" in run.provenance
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"date": ""}, "does not say 'date'"), ({"itls": None}, "--save-detailed"), ({"ttfts": ["x", 1, 1]}, "must hold seconds")],
+)  # fmt: skip
+def test_a_bench_result_that_cannot_be_judged_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({**BENCH, **change}))
+    with pytest.raises(CalibrationError, match=words):
+        read_run(path)
