@@ -270,6 +270,11 @@ def _check_choices(policy: PolicyTable, run: RunTable, label: _Label) -> None:
         raise ScenarioError(
             f"{label('run', 'device')} is {run.device!r}, but executor {run.executor} computes nothing on a device; leave it out"
         )
+    elif run.workspace_bytes is not None:
+        raise ScenarioError(
+            f"{label('run', 'workspace_bytes')} is {run.workspace_bytes}, but executor {run.executor} has no workspace of its own; "
+            "leave it out"
+        )
 
 
 def _check_device(device: str | None, label: _Label) -> None:

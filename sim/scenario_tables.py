@@ -176,6 +176,9 @@ class RunTable(Table):
         None,
         description="let steps fail that need more memory than the account leaves; default: unless the pool alone is more than the GPU",
     )
+    workspace_bytes: int | None = Field(
+        None, ge=1, description="workspace of executor torch; default: what the largest step needs"
+    )
     faults: list[dict[str, str | float]] | None = Field(
         None, description="injected memory faults: kind, at_s, until_s, gib, every_s"
     )
@@ -226,6 +229,7 @@ KEYS_WITHOUT_FLAG = frozenset(
         "output_tokens",
         "spread_ticks",
         "memory_limit",
+        "workspace_bytes",
         "faults",
     }
 )

@@ -44,6 +44,10 @@ class RealEngine(Protocol):
         """An executor for one core."""
         ...
 
+    def serving(self, requests: Sequence[RequestSpec]) -> RealEngine:
+        """The same for other requests; weights are shared."""
+        ...
+
     def report(self) -> list[dict[str, Any]]:
         """What each executor did, as JSON values."""
         ...
