@@ -56,7 +56,7 @@ class Target:
         )
 
     def unfilled_tokens(self, ledger: Ledger) -> int:
-        """Slots at the ends of last blocks, which hold no token: what rounding to blocks wastes. 0 for a hybrid model: its groups differ."""
+        """Slots at the ends of last blocks, which hold no token: what rounding to blocks wastes. 0 for a hybrid model's unlike groups."""
         if ledger.layout.is_hybrid:
             return 0
         shared = self.prompt_tokens // ledger.block_size * ledger.block_size if self.sequences > 1 else 0
