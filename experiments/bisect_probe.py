@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.core.config import ConfigError
-from sim.core.request import Outcome, RequestSpec, samples
+from sim.core.request import Outcome, RequestSpec
 from sim.scenario import Scenario, ScenarioError
 from sim.scenario_errors import nearest
+from sim.sequences import sequences
 
 if TYPE_CHECKING:
+    from gpu.real_engine import RealEngine
     from sim.core.config import EngineConfig
     from sim.core.engine import EngineCore
     from sim.core.plan import Executor
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from sim.memory.device import Device
     from sim.resolve import Resolved
     from sim.results.recorder import RunRecord
-    from sim.simulation import RealEngine
 
 PREDICATES: dict[str, str] = {
     "any": "a step runs out of memory or a request fails",
@@ -120,8 +121,8 @@ class Probe:
         from sim.world.run import run_world
 
         in_order = sorted(requests, key=lambda spec: spec.arrival_s)
-        n, run = engine.resolved["workload"]["n"], engine.resolved["run"]
-        sent = [sample for spec in in_order for sample in samples(replace(spec, n=n))]
+        run = engine.resolved["run"]
+        sent = sequences(engine.resolved.tables, engine.config, in_order)
         record = run_world(
             engine.config,
             engine.prices,
@@ -180,8 +181,9 @@ class _Engine:
         """What really does the steps, where the scenario asks for that: real memory in simulated time, so that an answer is an answer."""
         if self.resolved["run"]["executor"] != "torch":
             return None
-        from sim.simulation import real_engine
         from sim.world.executors import PricedExecutor
+
+        from .real_run import real_engine
 
         self.real = real = real_engine(self.resolved, requests) if self.real is None else self.real.serving(requests)
         return lambda core: PricedExecutor(real.executor(core), self.prices)
@@ -193,6 +195,10 @@ def _engine(scenario: Scenario) -> _Engine:
     from sim.resolve import resolve
     from sim.simulation import check_start, cost_model, device, engine_config, has_memory_limit
 
+    if scenario.run.executor == "torch":
+        from .real_run import on_this_machine
+
+        scenario = on_this_machine(scenario)
     resolved = resolve(scenario)
     limit_s = resolved.slo.limits_s.get("ttft") if resolved.slo else None
     config, policy = choose_policy(resolved["policy"], engine_config(resolved), limit_s)

@@ -11,7 +11,8 @@ import pytest
 
 from experiments import bisect_probe
 from experiments.cli import main
-from sim import Scenario, simulate
+from experiments.real_run import run_scenario
+from sim import Scenario
 
 pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[gpu]'")
 
@@ -66,13 +67,13 @@ def test_a_planted_culprit_is_found_on_a_real_device_and_its_scenario_fails_ther
 
     # As a user would run it: with measured durations, and from its files alone.
     written = Scenario.load(out / "scenario.toml")
-    failed = simulate(written)
+    failed = run_scenario(written)
     assert failed.summary["oom_events"] > 0
     assert "CUDA out of memory" in failed.oom_log
     shortest = min(row["input_tokens"] for row in document["requests"])
     rows = (out / "requests.csv").read_text()
     (out / "requests.csv").write_text(rows.replace(f",{shortest},", f",{shortest - 1},", 1))
-    assert simulate(written).summary["oom_events"] == 0
+    assert run_scenario(written).summary["oom_events"] == 0
 
 
 def test_it_says_the_same_again_and_goes_on_from_where_it_was(
