@@ -35,8 +35,10 @@ def sequences(
         forking = Forking(width=workload["n"])
     if forking is not None:
         _check(forking, policy["policy"], config)
-    num = width if width > 1 else workload["n"]
-    return [sample for spec in requests for sample in samples(replace(spec, n=num, forking=forking))]
+    changes: dict[str, Any] = {"n": width if width > 1 else workload["n"], "forking": forking}
+    if not workload["ignore_eos"]:
+        changes["max_tokens"] = None
+    return [sample for spec in requests for sample in samples(replace(spec, **changes))]
 
 
 def _check(forking: Forking, preset: str, config: EngineConfig) -> None:
@@ -50,4 +52,9 @@ def _check(forking: Forking, preset: str, config: EngineConfig) -> None:
         raise ScenarioError(
             f"{forking.width} {what} of a request run together, but [engine] max_num_seqs is {config.max_num_seqs}; raise it to at least "
             f"{forking.width}"
+        )
+    if config.async_scheduling:
+        raise ScenarioError(
+            f"{what} are chosen by what a step samples, but [engine] async_scheduling plans the next step before that is known; "
+            "leave async_scheduling off"
         )

@@ -150,11 +150,13 @@ class Families:
     def blocks_to_copy(self) -> int:
         """Copies that sequences which have just become copies of others must make before they write."""
         scheduler = self._scheduler
-        size, ref_cnt = scheduler.config.block_size, scheduler.pool.ref_cnt
+        groups, ref_cnt = scheduler.config.groups, scheduler.pool.ref_cnt
         return sum(
-            request.num_computed_tokens % size > 0 and ref_cnt(request.table.blocks[-1]) > 1
+            request.num_computed_tokens % group.block_size > 0 and ref_cnt(table.blocks[-1]) > 1
             for request in scheduler.catching_up.values()
-            if request.spec.forking is not None and request.table.blocks
+            if request.spec.forking is not None
+            for group, table in zip(groups, request.table.groups, strict=True)
+            if table.blocks
         )
 
     # -- forking ------------------------------------------------------------------------------------------------------
@@ -274,4 +276,4 @@ class Families:
         child.dropped_tokens = source.dropped_tokens
         blocks = child.table.blocks
         scheduler.holdings.hold(child, sum(1 for block_id in blocks if block_id != NO_BLOCK), now_fs)
-        scheduler.holdings.sharing.join(child, blocks, now_fs)
+        scheduler.holdings.sharing.join(child, [table.blocks for table in child.table.groups], now_fs)
