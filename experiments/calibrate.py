@@ -30,7 +30,8 @@ def fit_command(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", help="Kernel tables: an LLMServingSim profile, or a system of aiconfigurator."
+            metavar="PATH",
+            help="Kernel tables (a folder of LLMServingSim or aiconfigurator), or whole steps (DistServe's JSON, Splitwise's CSV).",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here.")],
@@ -40,6 +41,12 @@ def fit_command(
             "--tensor-parallel-size", metavar="N", min=1, help="Which of a model's tables to fit; default: 1."
         ),
     ] = 1,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Which model of a file that holds several.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="Which GPU of a file that holds several.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Fit a cost profile to kernel tables: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
@@ -49,8 +56,11 @@ def fit_command(
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     with Progress("kvtwin calibrate fit") as progress:
         progress.say("fitting")
-        command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {tensor_parallel_size}"
-        profile = fit_source(source, tensor_parallel_size=tensor_parallel_size, date=today, command=command)
+        chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
+        command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {tensor_parallel_size}{chosen}"
+        profile = fit_source(
+            source, tensor_parallel_size=tensor_parallel_size, date=today, command=command, model=model, gpu=gpu
+        )
         write(profile, out)
     shown = {
         key: profile[key]
@@ -122,7 +132,7 @@ def judge_command(
 def _print_fit(profile: dict[str, Any], out: Path) -> None:
     say(f"{profile['name']}: fitted to {profile['provenance']['source']}")
     for key, value in profile["error"].items():
-        if isinstance(value, dict) and "median" in value:
+        if isinstance(value, dict) and value.get("median") is not None:
             say(f"  {key:<48} median {value['median']:6.1%}   95th percentile {value['p95']:6.1%}")
     for text in profile["identifiability"]:
         say(f"  note: {text}")

@@ -51,9 +51,10 @@ class ProfileFile:
         """One sentence on where its numbers come from and how good they are."""
         provenance, error = self.data["provenance"], self.data["error"]
         median = error["held_out"]["median"]
+        known = "of unknown error" if median is None else f"known to {median:.1%} (median on held-out points)"
         return (
             f"step times come from profile {self.name} ({provenance['source']}; {provenance['engine']}; {provenance['licence']}): "
-            f"kernels known to {median:.1%} (median on held-out points); {error['end_to_end']}"
+            f"{known}; {error['end_to_end']}"
         )
 
     def host_s(self, num_layers: int, ranks: int) -> tuple[float, float]:
