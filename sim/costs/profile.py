@@ -58,6 +58,10 @@ class FittedProfile:
             + self._attention(shape)
         )
 
+    def host_fs(self, sequences: int) -> int:
+        """The host's part of a step with so many sequences."""
+        return self._step_fs + self._seq_fs * sequences
+
     def decode_stretch(
         self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
     ) -> Durations:
