@@ -64,7 +64,7 @@ def composed_terms(
     vocabulary = -(-model.vocab_size // tp)
     sampler_s = float(kernels["sampler_us"]) * _US
     attention = _attention(profile, kernels, model.attention[0], tp, kv_cache_dtype, device, notes)
-    step_s, seq_s = profile.host_s(layers, tp)
+    step_s, seq_s = profile.host_s()
     return StepTerms(
         dense=Line(tuple(map(float, tokens)), tuple(dense_s(count) for count in tokens)),
         rows=Line(
@@ -87,6 +87,7 @@ def composed_terms(
         decode_skew=_skew(kernels, "decode_skew", model.attention[0].kv_heads_per_rank(tp)),
         mixed_skew=_skew(kernels, "mixed_skew", model.attention[0].kv_heads_per_rank(tp)),
         chunk_launch_s=layers * attention.prefill.z[0][0],
+        gap_s=profile.gap_s(layers, tp),
         step_s=step_s,
         seq_s=seq_s,
         padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),

@@ -57,13 +57,17 @@ class ProfileFile:
             f"{known}; {error['end_to_end']}"
         )
 
-    def host_s(self, num_layers: int, ranks: int) -> tuple[float, float]:
-        """Host and launch time a step of a model, and a sequence and step: what was fitted, and the gaps between kernels if stated."""
+    def host_s(self) -> tuple[float, float]:
+        """Host time a step, and a sequence and step."""
+        host = self.data["host"]
+        return float(host["step_us"]) * _US, float(host["seq_us"]) * _US
+
+    def gap_s(self, num_layers: int, ranks: int) -> float:
+        """All gaps between the kernels of a step of a model with so many layers; 0 where none is stated."""
         host = self.data["host"]
         layer = float(host.get("kernels_per_layer", 0)) + (COLLECTIVES_PER_LAYER if ranks > 1 else 0)
         kernels = float(host.get("kernels_per_step", 0)) + num_layers * layer
-        step_us = float(host["step_us"]) + kernels * float(host.get("kernel_gap_us", 0.0))
-        return step_us * _US, float(host["seq_us"]) * _US
+        return kernels * float(host.get("kernel_gap_us", 0.0)) * _US
 
 
 def read_profile(path: Path) -> ProfileFile:
@@ -117,7 +121,7 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
     Raises: ConfigError for a missing or malformed term.
     """
     terms, limits = profile.data["terms"], profile.data["range"]
-    step_s, seq_s = profile.host_s(num_layers, profile.tensor_parallel_size)
+    step_s, seq_s = profile.host_s()
     try:
         return StepTerms(
             dense=line(terms["dense"], "tokens"),
@@ -133,6 +137,7 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
             chunk_launch_s=float(terms["chunk_launch_us"]) * _US,
             decode_skew=line(terms["decode_skew"], "seqs", "share"),
             mixed_skew=line(terms["mixed_skew"], "seqs", "share"),
+            gap_s=profile.gap_s(num_layers, profile.tensor_parallel_size),
             step_s=step_s,
             seq_s=seq_s,
             padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),

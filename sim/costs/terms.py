@@ -58,8 +58,10 @@ class StepTerms:
     """
     mixed_skew: Line = NO_SKEW
     """The same in steps with prefill chunks."""
+    gap_s: float = 0.0
+    """Gaps between the kernels of a step: the device's, whatever the host does."""
     step_s: float = 0.0
-    """Host and launch time of a step that the device does not hide."""
+    """Host time of a step, which planning ahead may hide."""
     seq_s: float = 0.0
     """The same a sequence."""
     copy_block_s: float = 0.0
