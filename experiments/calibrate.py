@@ -14,7 +14,7 @@ from .options import Json, takes_scenario
 from .terminal import Progress, print_json, say
 
 if TYPE_CHECKING:
-    from calibration.judge import Judgement
+    from calibration.judge import Judgement, Metric
 
 calibrate_app = typer.Typer(
     help="Fit a profile to measurements, and judge one against a recorded run.",
@@ -97,6 +97,15 @@ def judge_command(
     tail_margin: Annotated[
         float, typer.Option("--tail-margin", metavar="SHARE", help="The same for percentiles and trajectories.")
     ] = 0.10,
+    draws: Annotated[
+        int,
+        typer.Option(
+            "--draws",
+            metavar="N",
+            min=0,
+            help="Simulate again with N draws of the profile's uncertainty: the interval of every prediction.",
+        ),
+    ] = 0,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the judgement as one page.")
     ] = None,
@@ -108,6 +117,9 @@ def judge_command(
     from calibration.judge_page import page
     from calibration.runs import read_run
     from calibration.twin import simulate_requests
+    from calibration.uncertainty import with_intervals
+    from sim.resolve import resolve
+    from sim.simulation import cost_model
 
     if recorded is None:
         raise CalibrationError("no recorded run is given; for example --run runs/rtx4090-llama-3.1-8b")
@@ -118,6 +130,15 @@ def judge_command(
     with Progress("kvtwin calibrate judge") as progress:
         progress.say("simulating")
         judged = judge(run, simulate_requests(scenario, run.requests), margins)
+        if draws:
+            progress.say(f"simulating {draws} draws of the profile")
+            judged = with_intervals(
+                judged,
+                cost_model(resolve(scenario)),
+                draws,
+                lambda cost: simulate_requests(scenario, run.requests, cost),
+                lambda recorded, twin: judge(recorded, twin, margins),
+            )
     if html is not None:
         html.write_text(page(judged), encoding="utf-8")
     if json:
@@ -147,7 +168,7 @@ def _print_judgement(judged: Judgement) -> None:
         ]
         say(
             f"  {metric.name:<26} {metric.measured:10.4g} measured {metric.predicted:10.4g} predicted "
-            f"{shown[0]:>9}  [{shown[1]}, {shown[2]}]  {metric.verdict}"
+            f"{shown[0]:>9}  [{shown[1]}, {shown[2]}]  {metric.verdict}{_predicted_interval(metric)}"
         )
     for path in judged.trajectories:
         say(
@@ -156,3 +177,9 @@ def _print_judgement(judged: Judgement) -> None:
         )
     for warning in judged.twin.summary["warnings"]:
         say(f"  note: {warning}")
+
+
+def _predicted_interval(metric: Metric) -> str:
+    if metric.predicted_low is None or metric.predicted_high is None:
+        return ""
+    return f"   prediction [{metric.predicted_low:.4g}, {metric.predicted_high:.4g}]"

@@ -18,7 +18,7 @@ from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
 
 from .piecewise import Field, Grid, Line, locate
-from .profile_file import ProfileFile, grid, line, ratio
+from .profile_file import ProfileFile, grid, line, ratio, samples
 from .terms import NO_OVERLAP, NO_SKEW, TILE, StepTerms
 from .work import elementwise_bytes_per_token
 
@@ -50,7 +50,8 @@ def composed_terms(
     _check(profile, model, tensor_parallel_size)
     kernels, limits = profile.data["kernels"], profile.data["range"]
     tp, layers = tensor_parallel_size, model.num_layers
-    gemm = GemmTable(kernels["gemm"][_gemm_dtype(kernels["gemm"], quantization, notes)])
+    dtype = _gemm_dtype(kernels["gemm"], quantization, notes)
+    gemm = GemmTable(kernels["gemm"][dtype])
     head = GemmTable(kernels["gemm"]["bfloat16"])
     bandwidth = device.memory_bandwidth_bytes_per_s * float(kernels["bandwidth_share"])
     shapes = matrices(model, tp)
@@ -90,6 +91,7 @@ def composed_terms(
         gap_s=profile.gap_s(layers, tp),
         step_s=step_s,
         seq_s=seq_s,
+        samples=samples(profile, f"gemm_{dtype}"),
         padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
         max_tokens=int(limits["max_tokens"]),
         max_seqs=int(limits["max_seqs"]),

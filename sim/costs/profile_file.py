@@ -140,6 +140,7 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
             gap_s=profile.gap_s(num_layers, profile.tensor_parallel_size),
             step_s=step_s,
             seq_s=seq_s,
+            samples=samples(profile),
             padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
             max_tokens=int(limits["max_tokens"]),
             max_seqs=int(limits["max_seqs"]),
@@ -149,6 +150,20 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{profile.where}: a term is missing or malformed: {type(error).__name__} {error}") from error
+
+
+def samples(profile: ProfileFile, gemm: str = "dense") -> dict[str, tuple[float, ...]]:
+    """Draws of how far each term may be off. `gemm` is the file's name of what stands for the dense term."""
+    found = {name: tuple(map(float, drawn)) for name, drawn in profile.data.get("samples", {}).items()}
+    whole = found.get("step")  # times of whole steps: their parts are off together
+    named = {
+        "dense": found.get(gemm, whole),
+        "rows": found.get("rows", found.get(gemm, whole)),
+        "prefill": found.get("prefill", whole),
+        "decode": found.get("decode", whole),
+        "mixed": found.get("mixed", found.get("decode", whole)),
+    }
+    return {name: drawn for name, drawn in named.items() if drawn}
 
 
 def line(table: Mapping[str, Any], x: str, y: str = "us") -> Line:
