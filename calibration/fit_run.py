@@ -17,7 +17,7 @@ from .fit_memory import fit_memory
 from .run_points import Points, points_of
 from .split import error_summary, held_out_mask, interval
 from .step_log import StepRun
-from .step_model import TERMS, TOLD_APART, StepModel, dense_knots, fit_model, names, told_apart, weight_samples
+from .step_model import TERMS, TOLD_APART, StepModel, dense_knots, fit_model, told_apart, weight_samples
 from .step_tables import tables
 
 LICENCE = "Apache-2.0"
@@ -35,7 +35,8 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
     device = _device(run, gpu)
     knots = dense_knots(max(shape.num_tokens for shape in points.shapes))
     model = fit_model(points.shapes, points.time_us, knots)
-    samples = weight_samples(points.shapes, points.time_us, knots)
+    draws = weight_samples(points.shapes, points.time_us, knots)
+    drawn = _term_samples(model, draws, run.document["limits"])
     about, made = run.document["model"], run.document["settings"]
     limits = run.document["limits"]
     provenance = run.document["provenance"]
@@ -52,9 +53,9 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
         kv_cache_dtype=made["kv_cache_dtype"],
         terms=tables(model, limits["max_num_seqs"], limits["max_model_len"]),
         host={
-            "step_us": round(model.values["step"], 3),
+            "step_us": 0.0,
             "seq_us": 0.0,
-            "origin": "the constant of a measured step: host, launches and reading the weights are not told apart",
+            "origin": "not fitted apart: host time and gaps between kernels are in the constant of a measured step, in the dense term",
         },
         padded_sizes=[],
         range={
@@ -63,17 +64,15 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
             "max_context_tokens": max(shape.decode_max_context_tokens for shape in points.shapes),
         },
         error={**_errors(points), "end_to_end": "not yet judged end to end"},
-        intervals=_term_intervals(model, samples, limits),
+        samples=drawn,
+        intervals={term: interval(np.asarray(factors)) for term, factors in drawn.items()},
         weights={
-            name: {
-                "us": round(model.values[name], 5),
-                "interval": interval(np.asarray([one.values[name] for one in samples])),
-            }
-            for name in names(knots)
+            name: {"us": round(value, 5), "interval": _interval(value, [one.values[name] for one in draws])}
+            for name, value in model.values.items()
         },
         memory=fit_memory(points.shapes, points.workspace_bytes, run.steps, run.document["memory"]),
         quality=points.quality.as_dict(),
-        identifiability=_notes(points, model, samples),
+        identifiability=_notes(points, model, draws),
         provenance={
             "source": f"measured by kvtwin's own executor, {len(run.steps)} steps in {run.spent_s:.0f} s",
             "licence": LICENCE,
@@ -131,38 +130,45 @@ def _predicted(points: Points, seen: npt.NDArray[np.bool_], asked: npt.NDArray[n
     return fit_model(shapes, points.time_us[seen], knots).predict(points.chosen(asked))
 
 
-def _term_intervals(model: StepModel, samples: list[StepModel], limits: Mapping[str, int]) -> dict[str, list[float]]:
-    """Relative 95 % intervals of the profile's tables at a middling step, as those of other profiles are stated."""
+def _term_samples(model: StepModel, draws: list[StepModel], limits: Mapping[str, int]) -> dict[str, list[float]]:
+    """How far each table of the profile may be off at a middling step, as factors, one a draw. Draw k of one table and draw k of
+    another come from the same steps: where one is too high because another is too low, both say so.
+    """
     n, length, chunk = (
         max(2, limits[name] // 4) for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens")
     )
     decode = BatchShape(
         decode_seqs=n, decode_context_tokens=n * length, decode_max_context_tokens=length, sampled_seqs=n
-    )  # fmt: skip
+    )
     prefill = BatchShape(prefill=((chunk, length),), sampled_seqs=1)
-    wanted = {
-        "step": (decode, ("step",)),
-        "dense": (prefill, ("dense",)),
+    tables = {
+        "dense": (prefill, ("step", "dense")),
         "rows": (decode, ("sample_launch", "rows")),
-        "decode": (decode, tuple(name for name in TERMS if name.startswith("decode"))),
         "prefill": (prefill, tuple(name for name in TERMS if name.startswith("chunk"))),
+        "decode": (decode, tuple(name for name in TERMS if name.startswith("decode"))),
     }
 
     def of(one: StepModel, shape: BatchShape, parts: tuple[str, ...]) -> float:
         found = one.parts([shape])
         return float(sum(found[part][0] for part in parts))
 
-    return {
-        name: interval(np.asarray([of(one, shape, parts) for one in samples]))
-        for name, (shape, parts) in wanted.items()
-    }
+    found = {}
+    for name, (shape, parts) in tables.items():
+        here = of(model, shape, parts)
+        found[name] = [round(of(one, shape, parts) / here, 4) if here else 1.0 for one in draws]
+    return {**found, "mixed": found["decode"]}
 
 
-def _notes(points: Points, model: StepModel, samples: list[StepModel]) -> list[str]:
+def _interval(value: float, drawn: list[float]) -> list[float]:
+    """The central 95 % of a weight's draws, relative to the weight; in microseconds around 0 for one that is 0."""
+    return interval(np.asarray(drawn) / value) if value > 0 else [0.0, round(float(np.quantile(drawn, 0.975)), 5)]
+
+
+def _notes(points: Points, model: StepModel, draws: list[StepModel]) -> list[str]:
     """What the steps cannot tell, and what a reader must know."""
     notes = list(points.quality.flags)
     for name, (share, partner) in told_apart(points.shapes, points.time_us, model.knots).items():
-        spread = np.asarray([one.values[name] for one in samples])
+        spread = np.asarray([one.values[name] for one in draws])
         low, high = (float(value) for value in np.quantile(spread, [0.025, 0.975]))
         if share == 0.0 and not partner:
             notes.append(f"{name}: not measured, no step has it; its weight is 0")

@@ -33,7 +33,7 @@ TIME_COLUMNS = ("ttft_s", "tpot_s", "e2el_s", "finished_s", "scheduled_s")
 TIMELINE_COLUMNS = ("time_s", "duration_s", "running", "waiting", "used_blocks")
 TICKS = 400
 """Moments at which trajectories are compared."""
-PROVENANCE_KEYS = ("kvtwin_version", "date", "executors")
+PROVENANCE_KEYS = ("kvtwin_version", "date")
 
 
 def read_own_run(folder: Path) -> RecordedRun:
@@ -75,7 +75,11 @@ def read_own_run(folder: Path) -> RecordedRun:
     rows = read_csv(folder / "timeline.csv", TIMELINE_COLUMNS)
     timeline = {name: rows[name].to_numpy(float) for name in TIMELINE_COLUMNS}
     ticks = np.linspace(start, float(np.nanmax(columns["finished_s"])), TICKS, endpoint=False)
-    machine = provenance["executors"][0].get("machine", {})
+    machine = summary["executors"][0].get("machine")
+    if not machine:
+        raise CalibrationError(
+            f"{folder / 'summary.json'}: it does not say on which machine it ran; a run of unknown origin is not judged"
+        )
     return RecordedRun(
         name=folder.name,
         provenance=(

@@ -9,21 +9,44 @@ from .errors import CalibrationError
 from .fit_gpu import fit_gpu_profile
 from .fit_model import fit_model_profile
 from .fit_run import fit_run_profile
-from .readers import aiconfigurator, llmservingsim
+from .readers import aiconfigurator, distserve, llmservingsim, splitwise
 from .step_log import is_step_run, read_run
+from .whole_steps import fit_whole_steps
+
+KNOWN = (
+    "runs of `kvtwin calibrate measure` (a folder with run.json), LLMServingSim kernel profiles (a folder with meta.yaml and tpN/*.csv), "
+    "aiconfigurator tables (a folder SYSTEM/vllm/VERSION/*.parquet), DistServe's laws (profiler-*.json) and Splitwise's batch timings "
+    "(perf_model.csv)"
+)
 
 
 def fit_source(
-    folder: Path, *, tensor_parallel_size: int, date: str, command: str, gpu: str | None = None
+    folder: Path,
+    *,
+    tensor_parallel_size: int,
+    date: str,
+    command: str,
+    model: str | None = None,
+    gpu: str | None = None,
 ) -> dict[str, Any]:
-    """The profile fitted to `folder`: steps that we timed, kernel tables of one model (a `model` profile), or of a GPU (a `gpu` profile).
+    """The profile fitted to `folder`: steps that we timed, kernel tables or whole steps of one model (a `model` profile), or kernel
+    tables of a GPU (a `gpu` profile).
 
-    `gpu` names the device of timed steps, where the catalogue does not know it by its product name.
+    `model` and `gpu` choose where a file holds several; `gpu` names the device of timed steps where the catalogue does not know it.
 
-    Raises: CalibrationError when it is neither, or when its tables cannot be used; ConfigError for an unknown model or GPU; OSError.
+    Raises: CalibrationError when it is neither, or when its tables cannot be used;
+    ConfigError for an unknown model or GPU; OSError.
     """
+    if folder.is_file():
+        if distserve.is_distserve(folder):
+            steps = distserve.read_laws(folder, model, tensor_parallel_size)
+        elif folder.suffix == ".csv":
+            steps = splitwise.read_steps(folder, model, gpu, tensor_parallel_size)
+        else:
+            raise CalibrationError(f"{folder}: not a file of measurements that is known; known are {KNOWN}")
+        return fit_whole_steps(steps, date=date, command=command)
     if not folder.is_dir():
-        raise CalibrationError(f"{folder}: no such folder; a fit reads a folder of timed steps or of kernel tables")
+        raise CalibrationError(f"{folder}: no such file or folder; known sources are {KNOWN}")
     if is_step_run(folder):
         return fit_run_profile(read_run(folder), date=date, command=command, gpu=gpu)
     if (folder / "vllm").is_dir():
@@ -31,7 +54,4 @@ def fit_source(
     if (folder / "meta.yaml").is_file() or list(folder.glob("tp*")):
         source = llmservingsim.read_profile(folder, tensor_parallel_size)
         return fit_model_profile(source, date=date, command=command)
-    raise CalibrationError(
-        f"{folder}: not a folder of measurements that is known; known are runs of `kvtwin calibrate measure` (run.json), LLMServingSim "
-        "kernel profiles (meta.yaml, tpN/*.csv) and aiconfigurator tables (SYSTEM/vllm/VERSION/*.parquet)"
-    )
+    raise CalibrationError(f"{folder}: not a folder of measurements that is known; known are {KNOWN}")

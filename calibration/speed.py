@@ -23,6 +23,7 @@ def at_speed(cost: FittedProfile, factor: float) -> FittedProfile:
             mixed_tile_s=terms.mixed_tile_s * factor,
             excess_token_s=terms.excess_token_s * factor,
             chunk_launch_s=terms.chunk_launch_s * factor,
+            gap_s=terms.gap_s * factor,
             step_s=terms.step_s * factor,
             seq_s=terms.seq_s * factor,
             copy_block_s=terms.copy_block_s * factor,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sim.core.plan import BatchShape
 
-from .split import bootstrap
+from .split import DRAWS, bootstrap
 from .tent import Array, robust_nonnegative
 
 DENSE_KNOTS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -43,7 +43,6 @@ TERMS: dict[str, str] = {
 """Terms beside the dense line, and what they stand for."""
 TOLD_APART = 0.02
 """A term of which the others make up all but this share (of its column's length) is not identified."""
-RESAMPLES = 60
 
 
 def dense_knots(max_tokens: int) -> tuple[int, ...]:
@@ -115,7 +114,7 @@ def fit_model(shapes: Sequence[BatchShape], time_us: Array, knots: Sequence[int]
 
 
 def weight_samples(
-    shapes: Sequence[BatchShape], time_us: Array, knots: Sequence[int], resamples: int = RESAMPLES
+    shapes: Sequence[BatchShape], time_us: Array, knots: Sequence[int], resamples: int = DRAWS
 ) -> list[StepModel]:
     """Models fitted to steps drawn with replacement: together they say how uncertain the weights are."""
     design = features(shapes, knots)

@@ -13,8 +13,9 @@ PER_OCTAVE = 4
 
 
 def tables(model: StepModel, max_seqs: int, max_model_len: int) -> dict[str, Any]:
-    """The part `terms` of a profile, in microseconds. Lines and grids are exact at their knots; between them the model is linear in
-    everything but a chunk's length.
+    """The part `terms` of a profile, in microseconds. The constant of a step is in `dense`.
+
+    Lines and grids are exact at their knots; between them the model is linear in everything but a chunk's length.
     """
     weight = model.values
     seqs, contexts = sorted({1, max_seqs}), sorted({1, max_model_len})
@@ -22,7 +23,10 @@ def tables(model: StepModel, max_seqs: int, max_model_len: int) -> dict[str, Any
     cached = sorted({0, max_model_len})
     decode = [[_short(_decode(model, n, context)) for context in contexts] for n in seqs]
     return {
-        "dense": {"tokens": list(model.knots), "us": [_short(_dense(model, tokens)) for tokens in model.knots]},
+        "dense": {
+            "tokens": list(model.knots),
+            "us": [_short(weight["step"] + _dense(model, tokens)) for tokens in model.knots],
+        },
         "rows": {
             "rows": seqs,
             "us": [_short(weight["sample_launch"] + weight["rows"] * rows) for rows in seqs],

@@ -149,6 +149,7 @@ def test_requests_that_did_not_finish_are_left_out_of_the_comparison(exact: Path
         ("requests.csv", "tpot_s", "tpot_ms", "'tpot_s' is missing; it has 'tpot_ms' instead, which is another unit"),
         ("timeline.csv", "used_blocks,", "blocks,", "'used_blocks' is missing"),
         ("provenance.json", '"date"', '"day"', "does not say 'date'"),
+        ("summary.json", '"machine"', '"engine"', "does not say on which machine"),
         ("summary.json", "{", "", "not JSON"),
     ],
 )

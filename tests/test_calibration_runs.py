@@ -196,7 +196,7 @@ def test_the_command_prints_the_contract_and_its_exit_code_is_the_verdict(
             ["calibrate", "judge", "--run", "nothing", "--model", "llama-3.1-8b", "--gpu", "h100"],
             ["not a recorded run"],
         ),
-        (["calibrate", "fit", "nothing", "--out", "p.json"], ["no such folder"]),
+        (["calibrate", "fit", "nothing", "--out", "p.json"], ["no such file or folder"]),
         (["calibrate", "fit", ".", "--out", "p.json"], ["not a folder of measurements"]),
     ],
 )

@@ -201,7 +201,7 @@ class Result:
         for name, columns in (("memory.csv", self.memory_columns), ("bill.csv", self.bill_columns)):
             if columns["replica" if name == "memory.csv" else "request_id"]:
                 write_csv(folder / name, columns)
-        if "executors" in self.provenance:
+        if self.provenance.get("profile") == "measured":
             write_json(folder / "provenance.json", self.provenance)
         if self.oom_log:
             write_text(folder / "oom.log", self.oom_log)
