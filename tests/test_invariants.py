@@ -65,6 +65,7 @@ def loads(
     policies: Sequence[str] = ("fcfs", "priority"),
     windows: Sequence[int | None] = (None, None, 4, 9),
     hybrid: bool = True,
+    planned_ahead: Sequence[bool] = (False, True),
 ) -> Load:
     """Engines that are mostly too small for what is asked of them, and clients that mostly wait."""
     growing = draw(st.booleans())  # short prompts and long answers: everybody is let in, and then there is not enough
@@ -72,14 +73,20 @@ def loads(
     max_num_seqs = draw(st.sampled_from([3, 4, 6] if growing else [1, 2, 3, 6]))
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     groups: tuple[AttentionGroup, ...] = ()
-    if hybrid and draw(st.sampled_from([False, False, True])):  # two groups of layers that keep different tokens, or three
+    if hybrid and draw(
+        st.sampled_from([False, False, True])
+    ):  # two groups of layers that keep different tokens, or three
         sizes = [block_size, *draw(st.sampled_from([(1,), (2,), (1, 1)]))]
         groups = tuple(
-            AttentionGroup(block_size=size if size == block_size else size * block_size, window=draw(st.sampled_from([None, 4, 9])))
+            AttentionGroup(
+                block_size=size if size == block_size else size * block_size, window=draw(st.sampled_from([None, 4, 9]))
+            )
             for size in sizes
         )
     config = engine(
-        num_gpu_blocks=max(len(groups), 1) * draw(st.sampled_from([64, 48, 80] if growing else [24, 56, 200])) // block_size,
+        num_gpu_blocks=max(len(groups), 1)
+        * draw(st.sampled_from([64, 48, 80] if growing else [24, 56, 200]))
+        // block_size,
         block_size=block_size,
         max_model_len=draw(st.sampled_from([96, 96, 48])),
         max_num_seqs=max_num_seqs,
@@ -91,6 +98,7 @@ def loads(
         sliding_window=None if groups else draw(st.sampled_from(windows)),
         kv_groups=groups,
         watermark=draw(st.sampled_from([0.0, 0.0, 0.2, 0.5])),
+        async_scheduling=draw(st.sampled_from(planned_ahead)),
     )
     span, arrival_ticks, made = draw(st.sampled_from([4, 2, 8])), 0, []
     for number in range(draw(st.integers(2, 9))):
@@ -500,7 +508,7 @@ def watched(load: Load, **hooks: object) -> tuple[RunRecord, Watcher]:
 
 
 @settings(max_examples=100)
-@given(loads(policies=["fcfs"]))
+@given(loads(policies=["fcfs"], planned_ahead=[False]))
 def test_first_come_first_served_runs_the_oldest_in_the_system(load: Load) -> None:
     """Nobody waits who came before somebody that runs: admission never overtakes, and whoever gives way is the last that came."""
     record, watcher = watched(load)
@@ -510,7 +518,7 @@ def test_first_come_first_served_runs_the_oldest_in_the_system(load: Load) -> No
 
 
 @settings(max_examples=100)
-@given(loads(policies=["priority"]))
+@given(loads(policies=["priority"], planned_ahead=[False]))
 def test_under_priority_scheduling_whoever_gives_way_is_the_least_important_that_runs(load: Load) -> None:
     rank = {spec.request_id: (spec.priority, spec.arrival_s, i) for i, spec in enumerate(load.requests)}
     for seen in watched(load)[1].seen:
@@ -632,7 +640,7 @@ def test_the_log_has_the_release_of_the_last_request() -> None:
 
 
 @settings(max_examples=100)
-@given(loads())
+@given(loads(planned_ahead=[False]))
 def test_a_plan_says_the_same_as_the_log(load: Load) -> None:
     log: list[dict[str, object]] = []
     _, watcher = watched(load, decision_log=log.append)

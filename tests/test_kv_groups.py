@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim import Scenario, simulate
-from sim.catalog.models import model_shape
 from sim.core.blocks import NO_BLOCK, BlockPool
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.groups import GroupTables
@@ -94,7 +93,15 @@ def test_a_group_with_larger_blocks_takes_one_at_every_second_boundary(drive):
         (share,) = plan.scheduled(0)
         owned[share.context_tokens] = engine.pool.num_owned
         engine.commit(plan)
-    assert [owned[computed] for computed in (0, 64, 78, 79, 80, 95, 96)] == [4 + 2, 2 + 3, 2 + 3, 1 + 3, 2 + 3, 1 + 3, 2 + 4]
+    assert [owned[computed] for computed in (0, 64, 78, 79, 80, 95, 96)] == [
+        4 + 2,
+        2 + 3,
+        2 + 3,
+        1 + 3,
+        2 + 3,
+        1 + 3,
+        2 + 4,
+    ]
 
 
 def test_one_group_with_a_window_gives_the_blocks_that_the_window_alone_would(drive):
@@ -336,7 +343,13 @@ def test_as_many_longest_requests_as_the_ledger_counts_run_at_once_without_a_pre
         Scenario(
             model="gpt-oss-20b",
             gpu="h200-sxm-141gb",
-            workload={"workload": "uniform", "input_tokens": 3000, "output_tokens": 1096, "num_requests": fits, "rate": float("inf")},
+            workload={
+                "workload": "uniform",
+                "input_tokens": 3000,
+                "output_tokens": 1096,
+                "num_requests": fits,
+                "rate": float("inf"),
+            },
             engine={"num_gpu_blocks_override": 3000, **sizes},
             run={"check": True},
         )
@@ -454,7 +467,10 @@ def test_a_step_that_ran_out_of_memory_leaves_no_window_half_filled(drive):
         ({"sliding_window": 8}, "sliding_window is 8 and there are 2 kv_groups"),
         ({"kv_groups": FULL_AND_32[:1]}, "kv_groups has 1 group"),
         ({"kv_groups": (AttentionGroup(block_size=16, window=0), FULL_AND_32[1])}, r"window of kv_groups\[0\] is 0"),
-        ({"kv_groups": (AttentionGroup(block_size=24), FULL_AND_32[1])}, r"block size of kv_groups\[0\] is 24.*multiple"),
+        (
+            {"kv_groups": (AttentionGroup(block_size=24), FULL_AND_32[1])},
+            r"block size of kv_groups\[0\] is 24.*multiple",
+        ),
         ({"block_size": 8}, "block_size is 8, but no kv_group has blocks of that many tokens"),
     ],
 )

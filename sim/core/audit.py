@@ -14,7 +14,8 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     Raises IntegrityError naming the blocks or requests that are wrong.
     """
     decode = scheduler.decode
-    scheduler.pool.check((request.request_id, request.table.blocks) for request in scheduler.running.values())
+    holders = [*scheduler.running.values(), *scheduler.departing.values()]
+    scheduler.pool.check((request.request_id, request.table.blocks) for request in holders)
     scheduler.cpu_pool.check((request.request_id, request.cpu_blocks) for request in scheduler.swapped)
     for order, request in scheduler.running.items():
         tokens = decode.computed(request)
@@ -34,7 +35,7 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
                     f"{request.request_id} holds {request.held_blocks} blocks while it computes its tokens "
                     f"{decode.computed(request)} to {tokens}, which need {live} outside skipped windows"
                 )
-    table_blocks = sum(request.held_blocks for request in scheduler.running.values())
+    table_blocks = sum(request.held_blocks for request in holders)
     if scheduler.holdings.table_blocks != table_blocks:
         raise IntegrityError(f"{table_blocks} table entries exist, {scheduler.holdings.table_blocks} are counted")
     filled = sum(
@@ -44,6 +45,6 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     )
     if decode.filled_slots != filled:
         raise IntegrityError(f"the decode set has {filled} filled slots, {decode.filled_slots} are counted")
-    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped)
+    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held
     if in_system != num_unfinished:
         raise IntegrityError(f"{num_unfinished} requests are in the system, but {in_system} are running or waiting")

@@ -45,6 +45,8 @@ class EngineConfig:
     """`fcfs`, or `priority` (smaller is more important, ties by arrival)."""
     reserve_full_prompt: bool = True
     """Admit a request only if its whole prompt fits now (vLLM's `scheduler_reserve_full_isl`); off: only the next chunk must fit."""
+    async_scheduling: bool = False
+    """Plan a step while the one before it runs, with what was known when that one started (see `lag`)."""
     sliding_window: int | None = None
     """Attention window in tokens when every layer slides; blocks that left it are given back while the request runs."""
     kv_groups: tuple[AttentionGroup, ...] = ()

@@ -51,6 +51,13 @@ class Draft:
     turned_away: list[tuple[Request, Rejection]] = field(default_factory=list)
     """Queued requests that the admission policy rejected when their turn came."""
     released: list[tuple[str, list[int]]] = field(default_factory=list)
+    blocks_come: bool = False
+    """Whether a running request was left out because the blocks it lacks come back with the step under way."""
+
+    @property
+    def short(self) -> bool:
+        """Whether running requests lacked blocks: nobody new may take any."""
+        return bool(self.preempted) or self.blocks_come
 
     @property
     def swapped_blocks(self) -> int:

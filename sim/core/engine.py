@@ -6,7 +6,7 @@ The core never sleeps, reads a clock or draws a random number; the same calls gi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .admission import Rejection
 from .audit import check_books
@@ -14,6 +14,7 @@ from .blocks import BlockPool
 from .config import EngineConfig
 from .draft import Draft, Share
 from .groups import tables_of
+from .lag import Lag, ends_by_length
 from .log import Decisions, DecisionSink
 from .plan import ScheduledRequest, StepPlan, StepResult
 from .policy import Policy, scheduling_policy
@@ -79,6 +80,7 @@ class EngineCore:
         self._admission = policy.admission(config)
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
         self._pressure = Pressure(self._scheduler, policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
+        self._lag = Lag(self._scheduler) if config.async_scheduling else None
         self._requests: dict[str, Request] = {}
         self._next_seq = 0
         self._step = 0
@@ -101,8 +103,9 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, swapped ones included."""
-        return len(self._scheduler.waiting) + len(self._scheduler.swapped)
+        """Requests in the system that do not run: queued, swapped, or to start as a copy of another one."""
+        scheduler = self._scheduler
+        return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held + scheduler.num_unseen
 
     @property
     def num_unfinished(self) -> int:
@@ -117,6 +120,11 @@ class EngineCore:
     def oom_events(self) -> int:
         """Steps that ran out of memory so far."""
         return self._pressure.oom_events
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Tokens computed for requests that had ended, because their step was planned before that was known."""
+        return 0 if self._lag is None else self._lag.discarded_tokens
 
     @property
     def steps(self) -> int:
@@ -140,8 +148,15 @@ class EngineCore:
 
     @property
     def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet."""
-        return tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released)
+        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet. Blocks that were
+        shared by a fork since then, and given back, it never knew of.
+        """
+        releases = [(request_id, tuple(blocks)) for request_id, blocks in self._decisions.released]
+        for child, _, table in self._decisions.forked:
+            untold = (child, tuple(block_id for block_id in table if block_id))
+            if table and untold in releases:
+                releases.remove(untold)
+        return tuple(releases)
 
     @property
     def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -162,10 +177,13 @@ class EngineCore:
     def add(self, spec: RequestSpec, now_fs: int) -> Arrived:
         """A request arrives: it is queued, or rejected with a reason.
 
-        Raises ValueError for a request id that is in the system already.
+        Raises ValueError for a request id that is in the system already, and for beams or forked samples in an engine that plans
+        ahead: what forks is known only when a step is over.
         """
         if spec.request_id in self._requests:
             raise ValueError(f"request id {spec.request_id!r} is already in the system; ids must be unique")
+        if spec.forking is not None and self._lag is not None:
+            raise ValueError(f"{spec.request_id!r} forks, which an engine with async_scheduling cannot plan for")
         request = Request(
             spec,
             self._next_seq,
@@ -181,23 +199,37 @@ class EngineCore:
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
-        became_head = self._scheduler.waiting.add(request)
-        may_start = became_head and self.num_running < self.config.max_num_seqs
+        if spec.forking is not None and self._scheduler.families.join(request):
+            return Arrived(request, may_change_plan=False, may_start=False)
+        if self._lag is not None and self._lag.busy:
+            became_head = self._lag.arrived(request)
+        else:
+            became_head = self._scheduler.waiting.add(request)
+        may_start = became_head and self._scheduler.num_slots_taken < self.config.max_num_seqs
         return Arrived(request, may_start or (became_head and self._pressure.watches_queue), may_start)
 
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
     ) -> bool:
-        """A client leaves, in whatever state its request is. False if the request has ended (or never was).
+        """A client leaves, in whatever state its request is. False if the request has ended (or never was). The name of a request that
+        forks stands for all of its sequences.
 
         The blocks of a request in a step under way return when the step is committed; its output of that step is dropped.
         """
         request = self._requests.get(request_id)
+        if request is None and self._scheduler.families:
+            left = [self.abort(each, now_fs, outcome, reason) for each in self._scheduler.families.ids(request_id)]
+            return any(left)
         if request is None or request.abort_fs is not None:
             return False
         request.outcome, request.reason = outcome, reason
-        if request.state is State.WAITING:
-            self._scheduler.waiting.discard(request)
+        lag = self._lag if self._lag is not None and self._lag.busy else None
+        if lag is not None and (request.state is not State.RUNNING or self._plan is None):
+            self._tell(request, outcome, reason, now_fs)
+            lag.ended(request, foreseen=False)
+        elif request.state is State.WAITING:
+            if request.spec.forking is None or not self._scheduler.families.drop(request):
+                self._scheduler.waiting.discard(request)
             self._end(request, outcome, reason, now_fs)
         elif request.state is State.SWAPPED:
             self._scheduler.drop_swapped(request)
@@ -221,7 +253,10 @@ class EngineCore:
             raise RuntimeError(f"step {self._plan.step} is under way; commit it before planning the next")
         if max_repeat is not None and max_repeat < 1:
             raise ValueError(f"max_repeat is {max_repeat}; a plan has at least 1 step")
-        scheduler = self._scheduler
+        scheduler, lag = self._scheduler, self._lag
+        after_pause = lag is not None and not lag.busy
+        if lag is not None:
+            lag.look_back(now_fs)
         moved, relief = self._pressure.climb(now_fs)
         self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
         self._note(relief, now_fs)
@@ -231,19 +266,26 @@ class EngineCore:
             if draft.shares or (draft.decode and len(scheduler.decode)):
                 break
             if not draft.changed_queue:
+                if lag is not None and lag.busy:
+                    after_pause = True
+                    self._catch_up(lag, now_fs)
+                    continue
                 self._assert_progress()
                 return None
         room = self._pressure.blocks_until_change()
-        step = self._step
+        if lag is not None and (after_pause or lag.has_news):
+            room = None
+        step, shape = self._step, shape_of(draft, scheduler, self._decisions)
         plan = StepPlan(
             step=step,
             repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
             start_fs=now_fs,
-            shape=shape_of(draft, scheduler, self._decisions),
+            shape=replace(shape, after_pause=True) if after_pause else shape,
             copies=tuple(self._decisions.copied),
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
+            forks=tuple(self._decisions.forked),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
             scheduled=lambda ahead: self._scheduled(step, ahead),
@@ -252,6 +294,8 @@ class EngineCore:
         if self._sink is not None:
             self._log(self._step, now_fs, draft.decode_blocks, self._decisions)
         self._decisions = Decisions()
+        for request in lag.planned(now_fs) if lag is not None else ():
+            self._learn(request, now_fs)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now_fs: int) -> Committed:
@@ -272,8 +316,11 @@ class EngineCore:
         for order, request in scheduler.catching_up.items():
             share = draft.shares.get(order)
             tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
-            slots = tokens * decode.slots_per_token
-            slots -= (len(request.table) - request.held_blocks) * decode.slots_per_block  # given back while running
+            slots = self._slots_filled(request, tokens)
+            request.token_fs += slots * total_fs
+            written += slots
+        for request in scheduler.departing.values():
+            slots = self._slots_filled(request, request.num_computed_tokens)
             request.token_fs += slots * total_fs
             written += slots
         decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
@@ -287,7 +334,15 @@ class EngineCore:
         if result.oom is not None:
             scheduler.take_back(draft, now_fs)
             draft.shares = {}
+        lag = self._lag if result.oom is None else None
+        if lag is not None:
+            for request in lag.committed(plan.start_fs + result.durations.before_fs(result.steps - 1)):
+                self._discard_share(draft, request)
+                self._learn(request, now_fs)
         for request in self._leaving:
+            if lag is not None:
+                self._leave_late(draft, request, members > 0, now_fs)
+                continue
             self._share_done(draft, request)
             got_token = request.decoding and members > 0 and result.oom is None
             self._retire(request, now_fs)
@@ -300,8 +355,12 @@ class EngineCore:
             )
         self._leaving = []
         self._advance_shares(draft, now_fs)
+        if scheduler.families:
+            self._fork(result, now_fs)
         finished = {request.order: request for request in decode.completed()}
-        finished |= {r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens}
+        finished |= {
+            r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens and r.ended_fs is None
+        }
         for request_id in result.stopped:
             if (stopped := self._requests.get(request_id)) is None:
                 continue  # its client left during the step: this output comes too late
@@ -310,11 +369,20 @@ class EngineCore:
             finished[stopped.order] = stopped
         for order in sorted(finished):
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
+        if self._lag is not None and result.oom is not None:
+            self._catch_up(self._lag, now_fs)  # what was planned ahead of a step that failed is void
         if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
             victim, reason = hopeless
             self._retire(victim, now_fs)
             self._end(victim, Outcome.FAILED, reason, now_fs)
-        return Committed(result.steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs)
+        return Committed(
+            result.steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
+        )
+
+    def _slots_filled(self, request: Request, tokens: int) -> int:
+        """Token slots that `tokens` tokens of a request fill; what it gave back while it ran counts no more."""
+        decode = self._scheduler.decode
+        return tokens * decode.slots_per_token - (len(request.table) - request.held_blocks) * decode.slots_per_block
 
     def close(self, now_fs: int) -> None:
         """The run is over: log what was decided after the last step."""
@@ -324,7 +392,10 @@ class EngineCore:
 
     def check(self) -> None:
         """Verify the books. Raises IntegrityError naming the blocks or requests that are wrong."""
-        check_books(self._scheduler, self._draft, self.num_unfinished)
+        known = self.num_unfinished
+        if self._lag is not None:
+            known += len(self._lag.late) - len(self._scheduler.departing) - len(self._lag.arrivals)
+        check_books(self._scheduler, self._draft, known)
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
 
@@ -341,9 +412,15 @@ class EngineCore:
         self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
         self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
         for request, rejection in draft.turned_away:
-            self._reject(request, rejection, now_fs)
+            if request.ended_fs is None:
+                self._reject(request, rejection, now_fs)
+            else:
+                self._learn(request, now_fs, holds=False)
         for request, reason in draft.unservable:
-            self._end(request, Outcome.FAILED, reason, now_fs)
+            if request.ended_fs is None:
+                self._end(request, Outcome.FAILED, reason, now_fs)
+            else:
+                self._learn(request, now_fs, holds=False)
 
     def _assert_progress(self) -> None:
         if self.num_waiting and not self.num_running and not self.pool.num_quarantined:
@@ -423,12 +500,30 @@ class EngineCore:
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
-            if request.num_tokens < request.target_tokens and (scheduler.growth.slides or not scheduler.holdings.windows):
+            if request.num_tokens < request.target_tokens and (
+                scheduler.growth.slides or not scheduler.holdings.windows
+            ):
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 
+    def _fork(self, result: StepResult, now_fs: int) -> None:
+        """Let sequences go on as copies of others, and write it down."""
+        decisions = self._decisions
+        for fork in self._scheduler.families.after_step(result.forked, result.stopped, now_fs):
+            child = fork.child
+            if fork.released is not None:
+                decisions.released.append((child.request_id, fork.released))
+            if fork.started:
+                decisions.admitted.append(child.request_id)
+            shared = tuple(child.table.blocks) if fork.shares else ()
+            decisions.forked.append((child.request_id, fork.source.request_id, shared))
+
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
-        self._retire(request, now_fs)
+        lag = self._lag
+        if lag is None:
+            self._retire(request, now_fs)
+        else:
+            lag.ended(request, foreseen=not stopped and ends_by_length(request, self.config.max_model_len))
         spec = request.spec
         self._scheduler.drain.ended(now_fs, spec, request.num_output_tokens, others_wait=self.num_waiting > 0)
         capped = (
@@ -437,11 +532,62 @@ class EngineCore:
         )
         request.finish_reason = "length" if capped and not stopped else "stop"
         request.last_token_fs = now_fs
-        self._end(request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs)
+        (self._end if lag is None else self._tell)(
+            request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs
+        )
+
+    def _leave_late(self, draft: Draft, request: Request, decoded: bool, now_fs: int) -> None:
+        """A client left during the step, and the next is planned without knowing: the token of this one was in vain, and counts."""
+        assert self._lag is not None
+        share, in_vain = draft.shares.get(request.order), int(request.decoding and decoded)
+        self._share_done(draft, request)
+        if share is not None and share.samples:
+            request.num_tokens += 1
+            in_vain = 1
+        target = request.target_tokens
+        reached = self._scheduler.decode.known(request) >= target and ends_by_length(request, self.config.max_model_len)
+        self._lag.ended(request, foreseen=reached, in_vain=in_vain)
+        left_fs = now_fs if request.abort_fs is None else request.abort_fs
+        self._tell(request, request.outcome or Outcome.ABORTED, request.reason, left_fs)
+
+    def _discard_share(self, draft: Draft, request: Request) -> None:
+        """What the step computed for a request that had ended is dropped."""
+        assert self._lag is not None
+        share = draft.shares.pop(request.order, None)
+        if share is not None:
+            self._count_computed(share)
+            self._lag.discarded_tokens += share.num_tokens
+
+    def _learn(self, request: Request, now_fs: int, *, holds: bool = True) -> None:
+        """The scheduler hears of a request that has ended; what it `holds` comes back."""
+        assert self._lag is not None
+        scheduler = self._scheduler
+        if not holds:
+            pass
+        elif scheduler.departing.pop(request.order, None) is not None:
+            scheduler.departed()
+            self._give_back(request, now_fs)
+        elif request.state is State.WAITING:
+            scheduler.waiting.discard(request)
+        elif request.state is State.SWAPPED:
+            scheduler.drop_swapped(request)
+        else:
+            self._retire(request, now_fs)
+        request.num_tokens -= self._lag.late.pop(request)
+        self._forget(request)
+        scheduler.num_unseen = self._lag.num_unseen
+
+    def _catch_up(self, lag: Lag, now_fs: int) -> None:
+        """Nothing can be planned ahead: let the scheduler know all that has happened."""
+        for request in lag.catch_up():
+            self._learn(request, now_fs)
 
     def _retire(self, request: Request, now_fs: int) -> None:
         """Take a request out of the running set and give its blocks back."""
         self._scheduler.retire(request)
+        self._give_back(request, now_fs)
+
+    def _give_back(self, request: Request, now_fs: int) -> None:
         released = self._scheduler.holdings.release(
             request, request.outcome.value if request.outcome else "finished", now_fs, reusable=False
         )
@@ -454,8 +600,19 @@ class EngineCore:
         self._decisions.rejected.append((request.request_id, rejection.reason))
 
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
+        self._forget(request)
+        self._tell(request, outcome, reason, now_fs)
+
+    def _forget(self, request: Request) -> None:
+        """A request has ended for the scheduler."""
         self._scheduler.holdings.forget_private(request)
-        request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
+        if request.spec.forking is not None:
+            self._scheduler.families.ended(request)
+        request.state = State.ENDED
+
+    def _tell(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
+        """A request has ended for its client."""
+        request.outcome, request.reason, request.ended_fs = outcome, reason, now_fs
         if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
             self._scheduler.backlog_tokens -= request.spec.input_tokens
         self._ended.append(request)

@@ -189,9 +189,7 @@ class GroupTables(BlockTables):
     ) -> list[int]:
         """Give back the blocks beyond the first `tokens` tokens, group by group; returns them."""
         return [
-            block_id
-            for group, own in self._pairs(table)
-            for block_id in group.truncate(own, tokens, by, fence, worth)
+            block_id for group, own in self._pairs(table) for block_id in group.truncate(own, tokens, by, fence, worth)
         ]
 
     def slide(self, table: BlockTable, computed_tokens: int) -> list[int]:

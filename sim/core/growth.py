@@ -195,9 +195,7 @@ class GroupGrowth(Growth):
                     pass
                 for _ in self._grow(step, tables, lambda request: copies[request.order]):
                     pass
-        return lambda request: tuple(
-            tuple(table.blocks) for table in copies.get(request.order, request.table).groups
-        )
+        return lambda request: tuple(tuple(table.blocks) for table in copies.get(request.order, request.table).groups)
 
     def _slide(
         self, ahead: int, tables: GroupTables, table_of: Callable[[Request], BlockTable]

@@ -8,13 +8,15 @@ Source: vLLM V1 `Scheduler.schedule` (engine-policies §1.1.2); for the other ba
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from itertools import chain
 
 from .admission import Admission, Rejection
 from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
 from .decode import DecodeSet
 from .draft import Draft, Share
+from .families import Families
 from .groups import GroupTables
 from .growth import GroupGrowth, Growth
 from .holdings import Holdings
@@ -48,12 +50,23 @@ class Scheduler:
         """Those of them with more to compute than the decode set's one token, or that missed a step."""
         self.knobs = Knobs()
         """What the degradation ladder has turned."""
-        self.holdings = Holdings(config, tables, self.knobs, self.running.values)
+        self.departing: dict[int, Request] = {}
+        """Asynchronous scheduling: who reached its length in the step before this one, by admission order. It computes nothing more and
+        cannot give way; its slot, and its blocks, which the step under way may still read, come back when that step is done."""
+        self.num_unseen = 0
+        """By how much more requests wait than the queues show, because the next plan may not know of them."""
+        self.looks_back_fs = 0
+        """How long ago what is now being planned was decided."""
+        self.holdings = Holdings(
+            config, tables, self.knobs, lambda: chain(self.running.values(), self.departing.values())
+        )
         self.growth = (
             GroupGrowth(self.decode, self.holdings, tables)
             if isinstance(tables, GroupTables)
             else Growth(self.decode, self.holdings)
         )
+        self.families = Families(self)
+        """Sequences that share blocks by forks."""
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
@@ -72,6 +85,11 @@ class Scheduler:
         return self.decode.version + self._running_changes
 
     @property
+    def num_slots_taken(self) -> int:
+        """Sequence slots that nobody else can have now."""
+        return len(self.running) + len(self.departing)
+
+    @property
     def steady(self) -> bool:
         """Whether a queue that stands still now stands still until somebody comes or goes, so that decode steps can be leapt over."""
         if not len(self.waiting) or len(self.running) >= self.config.max_num_seqs:
@@ -81,7 +99,9 @@ class Scheduler:
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
         if self.growth.slides and (head := self.waiting.head()) is not None and self.holdings.find(head):
-            return False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
+            return (
+                False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
+            )
         return self._admission.steady and self.waiting.steady
 
     def draft(self, now_fs: int) -> Draft:
@@ -92,7 +112,7 @@ class Scheduler:
             draft.released += self.growth.slide(0, 0, now_fs)
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
-        shed(self, draft, now_fs)
+        shed(self, draft, self.view.now_fs)
         if self._policy.batching is Batching.PREFILL_FIRST:
             draft.decode = False
             self._serve_prompts(draft, now_fs)
@@ -105,7 +125,7 @@ class Scheduler:
             self._serve_all(draft, now_fs)
         else:
             self._serve_in_order(draft, now_fs)
-        if batch_is_open and self._policy.batching is not Batching.PREFILL_FIRST and not draft.preempted:
+        if batch_is_open and self._policy.batching is not Batching.PREFILL_FIRST and not draft.short:
             self._admit(draft, now_fs)
         return draft
 
@@ -180,6 +200,10 @@ class Scheduler:
                 )
                 continue
             asked = self._ask(request, draft)  # settled before victims are looked for, as in vLLM
+            if self.departing and self._comes_soon(request, asked):
+                draft.blocks_come = True
+                position += 1
+                continue
             while (num_tokens := self._serve(request, asked, draft, now_fs)) is None:
                 victim = self._policy.victim(self.running, self.decode.known)
                 place = order.index(victim)
@@ -197,6 +221,14 @@ class Scheduler:
             self.decode.leave(request)
             self.catching_up[request.order] = request
         self.catching_up = dict(sorted(self.catching_up.items()))
+
+    def _comes_soon(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request lacks blocks that come back with the step under way: it waits, and nobody gives way (vLLM #49675)."""
+        lacks = self._tables.need(request.table, self.decode.computed(request), num_tokens) - self.pool.num_free
+        if lacks <= 0:
+            return False
+        held = Counter(block_id for gone in self.departing.values() for block_id in gone.table.blocks if block_id)
+        return lacks <= sum(self.pool.ref_cnt(block_id) == holders for block_id, holders in held.items())
 
     def _undo(self, victim: Request, served: dict[int, int], draft: Draft) -> None:
         """Take back what a victim was given earlier in this step; its blocks go with the rest of its table."""
@@ -278,10 +310,11 @@ class Scheduler:
 
     def _admit(self, draft: Draft, now_fs: int) -> None:
         """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last."""
+        slots = self.config.max_num_seqs - len(self.departing)
         while self.swapped and not is_paused(self, self.swapped[0]):
-            if not draft.budget or len(self.running) >= self.config.max_num_seqs or not self._resume(draft, now_fs):
+            if not draft.budget or len(self.running) >= slots or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
-        while draft.budget and len(self.running) < self.config.max_num_seqs:
+        while draft.budget and len(self.running) < slots:
             request = self.waiting.head()
             if request is None or not self._try_start(request, draft, now_fs):
                 return
@@ -304,7 +337,7 @@ class Scheduler:
         self.swapped.popleft()
         draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
         self._free_cpu_blocks(request)
-        self._run(request, now_fs)
+        self.run(request, now_fs)
         self.holdings.hold(request, len(allocation.new_blocks), now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
@@ -347,13 +380,13 @@ class Scheduler:
         if allocation is None:
             return False
         self.waiting.pop()
-        self._run(request, now_fs)
+        self.run(request, now_fs)
         request.num_computed_tokens = hit_tokens
         request.num_registered = hit_tokens // config.block_size
         cap = self.knobs.cap_new
         if cap is not None and not self.knobs.spares(request.spec.priority):
             cap_output(self, request, cap, "cap_new")
-        if not request.num_preemptions:
+        if not request.num_preemptions and not request.computed_high:
             request.prefix_hit_tokens = hit_tokens
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
@@ -367,20 +400,33 @@ class Scheduler:
         self.holdings.register(request, hit_tokens + num_tokens)
         return True
 
-    def _run(self, request: Request, now_fs: int) -> None:
+    def run(self, request: Request, now_fs: int) -> None:
+        """Put a request that has blocks among the running."""
         request.order = self.num_admissions
         self.num_admissions += 1
         self._running_changes += 1
         request.state = State.RUNNING
         self.running[request.order] = self.catching_up[request.order] = request
-        if request.scheduled_fs is None:
+        if request.scheduled_fs is None and request.ended_fs is None:
             request.scheduled_fs = now_fs
+
+    def admits_copy(self, request: Request, now_fs: int) -> bool:
+        """Whether a request that would share another one's blocks, and need no more than one of its own a group next, may run now."""
+        if len(self.running) >= self.config.max_num_seqs or is_paused(self, request):
+            return False
+        return self._admission.may_start(request, len(self.config.groups), self.view_at(now_fs)) is True
+
+    def catch_up(self, request: Request) -> None:
+        """A running request has left the decode set, or got other blocks: it is served by itself in the next step."""
+        self._running_changes += 1
+        self.catching_up[request.order] = request
+        self.catching_up = dict(sorted(self.catching_up.items()))
 
     # -- bookkeeping shared with the engine -------------------------------------------------------------------------
 
     def view_at(self, now_fs: int) -> EngineView:
-        """The view for policies, at this time."""
-        self.view.now_fs = now_fs
+        """The view for policies, at this time; while a step is planned ahead, at the time when that was decided."""
+        self.view.now_fs = now_fs - self.looks_back_fs
         return self.view
 
     def drop_swapped(self, request: Request) -> None:
@@ -397,6 +443,10 @@ class Scheduler:
         if request.decoding:
             self.decode.leave(request)
         self._remove(request)
+
+    def departed(self) -> None:
+        """Somebody of `departing` is gone."""
+        self._running_changes += 1
 
     def _remove(self, request: Request) -> None:
         del self.running[request.order]

@@ -48,7 +48,11 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
     limit = scheduler.decode.steps_to_completion() or 1
     if max_steps is not None:
         limit = min(limit, max_steps)
-    somebody_waits = (len(scheduler.waiting) or scheduler.swapped) and len(scheduler.running) < scheduler.config.max_num_seqs
+    if scheduler.families:
+        limit = scheduler.families.steps_to_next(limit)
+    somebody_waits = (len(scheduler.waiting) or scheduler.swapped) and len(
+        scheduler.running
+    ) < scheduler.config.max_num_seqs
     return 1 + scheduler.growth.steps_that_fit(
         min(room, scheduler.pool.num_free), limit - 1, never_emptier=bool(somebody_waits)
     )

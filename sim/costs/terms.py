@@ -9,12 +9,13 @@ for any model) is not known here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from .piecewise import Grid, Line
+from .piecewise import Field, Grid, Line
 
-TILE = 128
-"""Queries that a tile of the attention kernels holds."""
+TILE = 64
+"""Queries of one head that a tile of the attention kernels holds. **Source:** FlashAttention 2, heads of 128 over a paged KV."""
 NO_SKEW = Line((1.0,), (0.0,))
 """Contexts count by their mean."""
 NO_OVERLAP = Line((1.0,), (1.0,))
@@ -40,7 +41,13 @@ class StepTerms:
     is made for long queries: a decode costs more in it."""
     overlap: Line = NO_OVERLAP
     """Exponent q by tiles of queries in the call (one a decode, one a `TILE` tokens of chunk): prefill p and decodes d take
-    `(p^q + d^q)^(1/q)` together, from the longer of both (large q, an emptier GPU) to their sum (1)."""
+    `(p^q + d^q)^(1/q)` together beyond one launch, from the longer of both (large q, an emptier GPU) to their sum (1)."""
+    mixed_ratio: Field | None = None
+    """Factor on the attention of such a step, by tokens in chunks, their mean context, decodes and their mean KV length: what the
+    terms above leave unexplained. None: 1."""
+    wave_tiles: float = 0.0
+    """Tiles of one head that the GPU runs at once, its multiprocessors over the heads: chunks that fit together take the time of the
+    longest. 0: not known, chunks take their sum."""
     mixed_tile_s: float = 0.0
     """What each decode adds to such a step for every token of its longest chunk: the kernel's grid is (sequences x longest query)."""
     chunk_launch_s: float = 0.0
@@ -52,14 +59,19 @@ class StepTerms:
     """
     mixed_skew: Line = NO_SKEW
     """The same in steps with prefill chunks."""
+    gap_s: float = 0.0
+    """Gaps between the kernels of a step: the device's, whatever the host does."""
     step_s: float = 0.0
-    """Host and launch time of a step that the device does not hide."""
+    """Host time of a step, which planning ahead may hide."""
     seq_s: float = 0.0
     """The same a sequence."""
     copy_block_s: float = 0.0
     """Copying one KV block on the device."""
     swap_block_s: float = 0.0
     """Moving one KV block between the device and the host."""
+    samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """How far a term may be off as a whole: draws of the factor that makes it right, by `dense`, `rows`, `prefill`, `decode` and `mixed`.
+    A term that is missing is taken to be right."""
     padded_sizes: tuple[int, ...] = ()
     """Token counts for which CUDA graphs exist: a smaller step is padded up to the next one. Empty: never padded."""
     max_tokens: int

@@ -82,7 +82,9 @@ def bill_columns(requests: Sequence[Request], slots_per_block: int, block_bytes:
         "shared_block_seconds": [bill.shared_fs / FS_PER_S for bill in bills],
         "saved_block_seconds": [bill.saved_fs.numerator / (bill.saved_fs.denominator * FS_PER_S) for bill in bills],
         "wasted_block_seconds": [bill.unfilled_slot_fs / (slots_per_block * FS_PER_S) for bill in bills],
-        "waste_share": [bill.unfilled_slot_fs / (bill.held_fs * slots_per_block) if bill.held_fs else 0.0 for bill in bills],
+        "waste_share": [
+            bill.unfilled_slot_fs / (bill.held_fs * slots_per_block) if bill.held_fs else 0.0 for bill in bills
+        ],
         "peak_blocks": [request.peak_blocks for request in requests],
         "peak_gib": [request.peak_blocks * gib for request in requests],
         "kv_block_fs": [str(owed) for owed in owed_fs],
