@@ -55,8 +55,10 @@ def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
     """The embedded profile and the roofline, for the model and GPU of a case."""
     model, device = model_shape(case.settings["model"]), gpu(case.settings["gpu"])
     ranks = case.settings.get("tensor_parallel_size", 1)
+    embedded = fitted_cost(case.profile, model, device, tensor_parallel_size=ranks)
     return {
-        "profile, kernels only": fitted_cost(case.profile, model, device, tensor_parallel_size=ranks),
+        "profile, kernels only": with_host(embedded, 0.0),
+        f"profile, with stated gaps of {embedded.terms.step_s * 1e3:.2f} ms a step": embedded,
         "roofline": Roofline(model, device, tensor_parallel_size=ranks),
         **(
             {

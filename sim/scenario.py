@@ -266,7 +266,17 @@ def _check_choices(policy: PolicyTable, run: RunTable, label: _Label) -> None:
             )
     if run.executor == "torch":
         _check_device(run.device, label)
-    elif run.device is not None:
+        if run.device_limit_bytes is not None and run.device not in (None, "cpu"):
+            raise ScenarioError(
+                f"{label('run', 'device_limit_bytes')} limits the CPU, but the device is {run.device!r}; a GPU has its own limit"
+            )
+        return
+    for key in ("micro_batch_tokens", "device_limit_bytes"):
+        if getattr(run, key) is not None:
+            raise ScenarioError(
+                f"{label('run', key)} is for executor torch, but executor {run.executor} computes nothing on a device; leave it out"
+            )
+    if run.device is not None:
         raise ScenarioError(
             f"{label('run', 'device')} is {run.device!r}, but executor {run.executor} computes nothing on a device; leave it out"
         )

@@ -181,6 +181,12 @@ class RunTable(Table):
         None,
         description="let steps fail that need more memory than the account leaves; default: unless the pool alone is more than the GPU",
     )
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="executor torch: most tokens of one forward pass; a step of more is computed in several"
+    )
+    device_limit_bytes: int | None = Field(
+        None, ge=1, description="executor torch on the CPU: a hard limit on what the run may take of it"
+    )
     faults: list[dict[str, str | float]] | None = Field(
         None, description="injected memory faults: kind, at_s, until_s, gib, every_s"
     )
@@ -235,6 +241,8 @@ KEYS_WITHOUT_FLAG = frozenset(
         "output_tokens",
         "spread_ticks",
         "memory_limit",
+        "micro_batch_tokens",
+        "device_limit_bytes",
         "faults",
     }
 )

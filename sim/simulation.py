@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,7 +37,7 @@ ROOFLINE = "roofline"
 
 
 class RealEngine(Protocol):
-    """What runs engine cores for real (`gpu.real_engine`, which this package does not import)."""
+    """What runs engine cores for real. This package has none: a caller brings one (`experiments.real_run` does)."""
 
     def executor(self, core: EngineCore) -> Executor:
         """An executor for one core."""
@@ -47,6 +46,14 @@ class RealEngine(Protocol):
     def report(self) -> list[dict[str, Any]]:
         """What each executor did, as JSON values."""
         ...
+
+    def memory_columns(self) -> dict[str, list[Any]]:
+        """The columns of memory.csv, measured."""
+        ...
+
+
+MakeRealEngine = Callable[["Resolved", "Sequence[RequestSpec]"], RealEngine]
+"""Makes what runs a resolved scenario with these requests."""
 
 
 def simulate(
@@ -57,6 +64,7 @@ def simulate(
     cost: CostModel | None = None,
     decision_log: Callable[[dict[str, Any]], None] | None = None,
     executor: Callable[[EngineCore], Executor] | None = None,
+    real: MakeRealEngine | None = None,
     **changes: Any,
 ) -> Result:
     """Simulate `scenario` and return everything that came of it.
@@ -66,7 +74,8 @@ def simulate(
     replaces the cost model; `decision_log` is called with each step's entry. Equal arguments give equal results, wall-clock times aside.
 
     With executor "torch" in `[run]` nothing is simulated but the clients: every step really runs, and its measured duration is
-    the time that passes. `executor` (made for each engine core) does the steps instead of either.
+    the time that passes. The caller then brings in `real` what runs it; `experiments.real_run.run_scenario` does. `executor`
+    (made for each engine core) does the steps instead of either.
 
     Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
     """
@@ -97,10 +106,15 @@ def simulate(
         resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
     )
     memory = device(resolved)
-    real = None
+    ran = None
     if executor is None and run["executor"] == "torch":
-        real = real_engine(resolved, sent)
-        executor = real.executor
+        if real is None:
+            raise ScenarioError(
+                "[run] executor is 'torch', and sim.simulate only simulates; `kvtwin run`, or experiments.real_run.run_scenario in "
+                "Python, runs it for real"
+            )
+        ran = real(resolved, sent)
+        executor = ran.executor
     if executor is not None and memory.faults:
         raise ScenarioError(
             "[run] faults are injected into a simulated device, but here an executor runs the steps; leave one of them out"
@@ -141,15 +155,15 @@ def simulate(
         wall_time_s=time.perf_counter() - started_s,
     )
     facts = provenance(resolved, profile=prices.name if executor is None else "measured", replication=replication)
-    if real is not None:
-        summary["executors"] = facts["executors"] = real.report()
+    if ran is not None:
+        summary["executors"] = facts["executors"] = ran.report()
     return Result(
         summary=summary,
         request_columns=requests,
         timeline_columns=timeline,
         mark_columns=mark_columns(record),
-        memory_columns=memory_columns(record),
-        bill_columns=bill_columns(record.requests, config.block_size, memory.block_bytes(config.num_gpu_blocks)),
+        memory_columns=memory_columns(record) if ran is None else ran.memory_columns(),
+        bill_columns=bill_columns(record.requests, config.slots_per_block, memory.block_bytes(config.num_gpu_blocks)),
         oom_log=oom_log(record, _arguments(resolved, config)),
         oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
@@ -265,18 +279,6 @@ def cost_model(resolved: Resolved) -> CostModel:
             f"[gpu] profile is {profile!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(profile, known)}"
         )
     return planned_ahead(fitted_cost(profile, resolved.model, resolved.gpu, **settings))
-
-
-def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:
-    """What runs this scenario on a device. Raises ScenarioError where the software for it is missing, ConfigError for a model or
-    device that cannot be run.
-    """
-    try:
-        make = getattr(import_module("gpu.real_engine"), "for_scenario")  # noqa: B009 - by name: the simulator needs no GPU software
-    except ImportError as error:
-        raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
-    engine: RealEngine = make(resolved.tables, resolved.model, requests)
-    return engine
 
 
 def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:

@@ -253,6 +253,15 @@ KINDS = (
         0.0,
     ),
     _kind(
+        "waking up",
+        r"CUDA Error: out of memory at [^\n]{0,80}cumem_allocator|in create_and_map\b[^\0]{0,200}out of memory",
+        Phase.AFTER_RELEASE,
+        Cause.OTHER_PROCESS,
+        "memory that was given back while the engine slept is not there when it wakes up: somebody else holds it",
+        "",
+        0.6,
+    ),
+    _kind(
         "CUDA error",
         r"(?:CUDA|HIP) (?:driver )?error:? (?:2 )?\(?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory|"
         r"CUDA_ERROR_OUT_OF_MEMORY",

@@ -13,6 +13,7 @@ from .audit import check_books
 from .blocks import BlockPool
 from .config import EngineConfig
 from .draft import Draft, Share
+from .groups import tables_of
 from .lag import Lag, ends_by_length
 from .log import Decisions, DecisionSink
 from .plan import ScheduledRequest, StepPlan, StepResult
@@ -22,7 +23,6 @@ from .pressure import Pressure
 from .request import Outcome, Request, RequestSpec, State
 from .scheduler import Scheduler
 from .stretch import log_rows, scheduled_in, shape_of, steps_alike
-from .tables import BlockTable, BlockTables
 
 
 class ProgressError(RuntimeError):
@@ -51,8 +51,12 @@ class Committed:
     """`(step index in the stretch, owned blocks from then on)`, from index 0."""
     table_slots: tuple[int, ...]
     """For each entry of `usage`: token slots in all block tables, a shared block counted for each holder."""
+    emptied_slots: tuple[int, ...]
+    """For each entry of `usage`: filled slots that slid out of a window after step 0."""
     written_tokens: int
-    """Tokens in those tables once step 0 is computed; every further step that is computed adds one a decoding sequence."""
+    """Filled slots in those tables once step 0 is computed: with one table a request, the tokens in them."""
+    written_per_step: int
+    """What every further step that is computed adds: for each decoding sequence its new token, in every attention group."""
     first_gap_fs: int | None
     """Time from the end of the decode set's latest step before this plan to the end of its first step in it; None when
     the set did not compute. The gaps of the later steps are their durations."""
@@ -71,7 +75,7 @@ class EngineCore:
         self.config = config
         policy = scheduling_policy(config) if policy is None else policy
         self.pool = BlockPool(config.num_gpu_blocks, eviction=policy.eviction)
-        self.tables = BlockTables(self.pool, config.block_size, config.sliding_window)
+        self.tables = tables_of(self.pool, config)
         self._keys = KeyTable()
         self._admission = policy.admission(config)
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
@@ -109,8 +113,7 @@ class EngineCore:
 
     def owned_blocks_in(self, ahead: int) -> int:
         """Blocks owned in step `ahead` of the plan that is out."""
-        later = (self._scheduler.decode.num_needing_block(step) for step in range(1, ahead + 1))
-        return self.pool.num_owned + sum(later)
+        return self.pool.num_owned + self._scheduler.growth.owned_change(ahead)
 
     @property
     def oom_events(self) -> int:
@@ -175,7 +178,7 @@ class EngineCore:
             self._next_seq,
             now_fs,
             BlockKeys(spec, self.config.block_size, self._keys),
-            BlockTable(spec.request_id),
+            self.tables.new(spec.request_id),
         )
         request.target_tokens = min(request.target_tokens, self.config.max_model_len)
         self._next_seq += 1
@@ -287,19 +290,22 @@ class EngineCore:
             raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
         computed = result.steps_computed
-        usage, table_slots = self._leap(plan, result)
         members = len(decode) if draft.decode and computed else 0
-        written = decode.computed_tokens + members
+        written = decode.filled_slots + members * decode.slots_per_token
+        usage, table_slots, emptied = self._leap(plan, result)
         total_fs = result.durations.total_fs
         for order, request in scheduler.catching_up.items():
             share = draft.shares.get(order)
             tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
-            tokens -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
-            request.token_fs += tokens * total_fs
-            written += tokens
+            slots = tokens * decode.slots_per_token
+            slots -= (len(request.table) - request.held_blocks) * decode.slots_per_block  # given back while running
+            request.token_fs += slots * total_fs
+            written += slots
         for request in scheduler.departing.values():
-            request.token_fs += request.num_computed_tokens * total_fs
-            written += request.num_computed_tokens
+            slots = request.num_computed_tokens * decode.slots_per_token
+            slots -= (len(request.table) - request.held_blocks) * decode.slots_per_block
+            request.token_fs += slots * total_fs
+            written += slots
         decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
         first_gap_fs = None
         if members:
@@ -350,7 +356,9 @@ class EngineCore:
             victim, reason = hopeless
             self._retire(victim, now_fs)
             self._end(victim, Outcome.FAILED, reason, now_fs)
-        return Committed(result.steps, computed, usage, table_slots, written, first_gap_fs)
+        return Committed(
+            result.steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
+        )
 
     def close(self, now_fs: int) -> None:
         """The run is over: log what was decided after the last step."""
@@ -412,26 +420,31 @@ class EngineCore:
 
     # -- parts of a commit ------------------------------------------------------------------------------------------
 
-    def _leap(self, plan: StepPlan, result: StepResult) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    def _leap(
+        self, plan: StepPlan, result: StepResult
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
         """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
         assert self._draft is not None
-        scheduler, decode = self._scheduler, self._scheduler.decode
-        block_size = self.config.block_size
-        slots = scheduler.holdings.table_blocks * block_size
-        usage, table_slots = [(0, self.pool.num_owned)], [slots]
+        scheduler, growth, slots_per_block = self._scheduler, self._scheduler.growth, self.config.slots_per_block
+        usage, emptied = [(0, self.pool.num_owned)], [0]
+        table_slots = [scheduler.holdings.table_blocks * slots_per_block]
         steps, computed = result.steps, result.steps_computed
         for ahead in range(1, steps):
             grown: dict[int, list[int]] = {}
-            if decode.num_needing_block(ahead):
-                grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
-                slots += len(grown) * block_size
+            decisions = Decisions()
+            if growth.changes_in(ahead):
+                elapsed_fs = result.durations.before_fs(ahead)
+                now_fs = plan.start_fs + elapsed_fs
+                decisions.released = growth.slide(ahead, elapsed_fs, now_fs)
+                grown = growth.grow(ahead, now_fs)
                 usage.append((ahead, self.pool.num_owned))
-                table_slots.append(slots)
+                table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
+                emptied.append(emptied[-1] + sum(len(slid) for _, slid in decisions.released) * slots_per_block)
             if self._sink is not None:
-                self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
+                self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, decisions)
             if ahead == computed:  # the step that ran out of memory: what it took is taken back
                 self._draft.decode_blocks = grown
-        return tuple(usage), tuple(table_slots)
+        return tuple(usage), tuple(table_slots), tuple(emptied)
 
     def _share_done(self, draft: Draft, request: Request) -> None:
         """The step of a request whose client left was computed all the same: its blocks hold what they were meant to."""
@@ -461,7 +474,9 @@ class EngineCore:
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
-            if request.num_tokens < request.target_tokens and self.config.sliding_window is None:
+            if request.num_tokens < request.target_tokens and (
+                scheduler.growth.slides or not scheduler.holdings.windows
+            ):
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 

@@ -129,6 +129,7 @@ class Request:
         "decoding",
         "degraded",
         "dropped_tokens",
+        "emptied_slots",
         "ended_fs",
         "finish_clock",
         "finish_reason",
@@ -211,6 +212,8 @@ class Request:
         """Rungs of the ladder that touched it, in order of first touch."""
         self.dropped_tokens = 0
         """Tokens in the middle of its context whose KV was given up (`truncate`)."""
+        self.emptied_slots = 0
+        """Of a decoding request: token slots of the blocks that it has given back out of its tables."""
         self.cpu_blocks: list[int] = []
         """Blocks of the CPU pool that hold its KV while it is swapped out."""
         self.held_blocks = 0
@@ -222,7 +225,8 @@ class Request:
         self.shared_runs: list[Run] = []
         """Shared blocks that it holds now."""
         self.token_fs = 0
-        """Integral over time of the tokens in its blocks (of a decoding request, up to `settled_fs`)."""
+        """Integral over time of the filled slots of its blocks, which for one table are its tokens (of a decoding request, up to
+        `settled_fs`)."""
         self.settled_fs = 0
         self.settled_clock_fs = 0
         """The decode set's `busy_fs` and `clock_fs` up to which `token_fs` is counted."""

@@ -16,10 +16,11 @@ from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
 from .decode import DecodeSet
 from .draft import Draft, Share
+from .groups import GroupTables
+from .growth import GroupGrowth, Growth
 from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
-from .need import blocks_for, skipped_blocks
 from .policy import Batching, Policy
 from .relief import cap_output, is_paused, shed
 from .request import Request, State
@@ -41,7 +42,7 @@ class Scheduler:
         self.swapped: deque[Request] = deque()
         """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
         self.cpu_pool = BlockPool(config.num_cpu_blocks)
-        self.decode = DecodeSet(config.block_size)
+        self.decode = DecodeSet(config.block_size, config.slots_per_block, config.slots_per_token)
         self.running: dict[int, Request] = {}
         """Admitted requests by admission order; the oldest comes first."""
         self.catching_up: dict[int, Request] = {}
@@ -57,6 +58,11 @@ class Scheduler:
         """How long ago what is now being planned was decided."""
         self.holdings = Holdings(
             config, tables, self.knobs, lambda: chain(self.running.values(), self.departing.values())
+        )
+        self.growth = (
+            GroupGrowth(self.decode, self.holdings, tables)
+            if isinstance(tables, GroupTables)
+            else Growth(self.decode, self.holdings)
         )
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
@@ -89,12 +95,18 @@ class Scheduler:
             return (
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
+        if self.growth.slides and (head := self.waiting.head()) is not None and self.holdings.find(head):
+            return (
+                False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
+            )
         return self._admission.steady and self.waiting.steady
 
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
         draft = Draft(budget=self._step_budget())
+        if self.growth.slides:
+            draft.released += self.growth.slide(0, 0, now_fs)
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
         shed(self, draft, self.view.now_fs)
@@ -141,7 +153,7 @@ class Scheduler:
 
     def _running_fits(self) -> bool:
         """Whether this step's need of all running requests is free."""
-        need = self.decode.num_needing_block()
+        need = self.growth.num_needed()
         budget = self._step_budget() - len(self.decode)
         if budget < 0:
             return False  # not everybody can be served: in order, then
@@ -149,6 +161,7 @@ class Scheduler:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_tokens <= 0:
                 break
+            num_tokens = self.holdings.fitting(request.num_computed_tokens, num_tokens)
             need += self._tables.need(request.table, request.num_computed_tokens, num_tokens)
             budget -= num_tokens
         return need <= self.pool.num_free
@@ -163,22 +176,10 @@ class Scheduler:
     def _serve_all(self, draft: Draft, now_fs: int) -> None:
         """The usual step: everybody gets what they need."""
         draft.budget -= len(self.decode)
-        draft.decode_blocks = self.grow_members(0, now_fs)
+        draft.decode_blocks = self.growth.grow(0, now_fs)
         for request in self.catching_up.values():
             if draft.budget:
                 self._serve(request, self._ask(request, draft), draft, now_fs)
-
-    def grow_members(self, ahead: int, now_fs: int) -> dict[int, list[int]]:
-        """Give a block to each decode-set member that needs one in the step `ahead` steps from now; there must be enough."""
-        needing = self.decode.needing_block(ahead)
-        blocks = self.pool.allocate(len(needing))
-        assert blocks is not None  # checked by whoever planned this step
-        grown: dict[int, list[int]] = {}
-        for request, block_id in zip(needing, blocks, strict=True):
-            request.table.blocks.append(block_id)
-            self.holdings.hold(request, 1, now_fs)
-            grown[request.order] = [block_id]
-        return grown
 
     def _serve_in_order(self, draft: Draft, now_fs: int) -> None:
         """A step in which blocks are short: serve in admission order, taking from victims when there is no other way."""
@@ -241,7 +242,7 @@ class Scheduler:
         """Tokens a running request wants from this step."""
         computed = self.decode.computed(request)
         wanted = min(self.decode.known(request) - computed, self._allowed(request, draft))
-        return wanted if self.config.sliding_window is None else min(wanted, self.holdings.tokens_that_fit(computed))
+        return self.holdings.fitting(computed, wanted)
 
     def _serve(self, request: Request, num_tokens: int, draft: Draft, now_fs: int) -> int | None:
         """Schedule a running request for `num_tokens`; None when its blocks are not free."""
@@ -273,9 +274,9 @@ class Scheduler:
     def _next_need(self, request: Request, budget: int) -> tuple[int, int]:
         """Tokens of a running request after this step, and the blocks it must hold for them."""
         computed = self.decode.computed(request)
-        tokens = min(self.decode.known(request), computed + budget)
-        skipped = skipped_blocks(computed, self.config.block_size, self.config.sliding_window)
-        return tokens, blocks_for(tokens, self.config.block_size) - skipped
+        wanted = min(self.decode.known(request) - computed, budget)
+        tokens = computed + self.holdings.fitting(computed, wanted)
+        return tokens, self.config.blocks_at(computed, tokens)
 
     def give_way(self, victim: Request, draft: Draft, now_fs: int) -> None:
         """Take a running request's blocks, and put it where it can come back from: the CPU pool if allowed and free, else the queue."""
@@ -285,8 +286,7 @@ class Scheduler:
         victim.num_preemptions += 1
         draft.preempted.append(victim)
         self.holdings.slide(victim, victim.num_computed_tokens, draft, now_fs)
-        stop = blocks_for(victim.num_computed_tokens, self.config.block_size)
-        kept = [block_id for block_id in victim.table.blocks[:stop] if block_id != NO_BLOCK]
+        kept = self._tables.computed(victim.table, victim.num_computed_tokens)
         may_swap = self._policy.swap and kept and not victim.dropped_tokens
         cpu_blocks = self.cpu_pool.allocate(len(kept)) if may_swap else None
         if cpu_blocks is not None:
@@ -327,14 +327,12 @@ class Scheduler:
             self.drop_swapped(request)
             draft.unservable.append((request, outgrown))
             return True
-        passed = skipped_blocks(computed, self.config.block_size, self.config.sliding_window)
-        request.table.blocks = [NO_BLOCK] * passed
-        allocation = self._tables.grow(request.table, computed, num_tokens)
-        if allocation is None:
-            request.table.blocks = []
+        restored = self._tables.restore(request.table, computed, num_tokens)
+        if restored is None:
             return False
+        saved, allocation = restored
         self.swapped.popleft()
-        draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, allocation.new_blocks, strict=False))))
+        draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
         self._free_cpu_blocks(request)
         self._run(request, now_fs)
         self.holdings.hold(request, len(allocation.new_blocks), now_fs)
@@ -354,14 +352,19 @@ class Scheduler:
             draft.unservable.append((request, outgrown))
             return True
         hits = self.holdings.find(request)
-        hit_tokens = len(hits) * config.block_size
+        hit_tokens = tables.tokens_in(hits)
         missing = request.num_tokens - hit_tokens
         allowed = self._allowed(request, draft)
         if not allowed or (missing > allowed and not config.enable_chunked_prefill):
             return False
         num_tokens = min(missing, allowed)
-        if config.sliding_window is not None:
-            num_tokens = min(num_tokens, self.holdings.tokens_that_fit(hit_tokens))
+        if self.holdings.windows:
+            num_tokens = self.holdings.fitting(hit_tokens, num_tokens)
+            least = config.blocks_at(hit_tokens, hit_tokens + num_tokens)
+            if outgrown := self._outgrown(request, hit_tokens + num_tokens, least):
+                self.waiting.pop()  # not even a token at a time
+                draft.unservable.append((request, outgrown))
+                return True
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, self.holdings.prompt_blocks(request, hits))
@@ -376,7 +379,7 @@ class Scheduler:
         self.waiting.pop()
         self._run(request, now_fs)
         request.num_computed_tokens = hit_tokens
-        request.num_registered = len(hits)
+        request.num_registered = hit_tokens // config.block_size
         cap = self.knobs.cap_new
         if cap is not None and not self.knobs.spares(request.spec.priority):
             cap_output(self, request, cap, "cap_new")
@@ -384,12 +387,13 @@ class Scheduler:
             request.prefix_hit_tokens = hit_tokens
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
-        self.holdings.hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
+        taken = request.table.blocks
+        self.holdings.hold(request, len(taken) - taken.count(NO_BLOCK), now_fs)
         if hits:
-            self.holdings.sharing.join(request, hits, now_fs)
+            self.holdings.sharing.join(request, self._tables.split(hits), now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, hit_tokens, [*hits, *allocation.new_blocks])
+        draft.shares[request.order] = Share(request, num_tokens, hit_tokens, taken.copy())
         self.holdings.register(request, hit_tokens + num_tokens)
         return True
 
@@ -441,14 +445,14 @@ class Scheduler:
         void: set[int] = set()
         for share in draft.shares.values():
             request, computed_blocks = share.request, share.context_tokens // self.config.block_size
-            unwritten = request.table.blocks[computed_blocks : request.num_registered]
+            unwritten = self._tables.between(request.table, computed_blocks, request.num_registered)
             self.pool.forget(unwritten)
             void.update(unwritten)
         for share in draft.shares.values():
             request, tokens = share.request, share.context_tokens
-            found = request.table.blocks[: tokens // self.config.block_size]
-            if not void.isdisjoint(found):  # it was to read what another request of the same step was to write
-                valid = next(index for index, block_id in enumerate(found) if block_id in void)
-                tokens = request.num_computed_tokens = valid * self.config.block_size
+            # It may have been to read what another request of the same step was to write.
+            valid = self._tables.tokens_before(request.table, tokens, void)
+            if valid < tokens:
+                tokens = request.num_computed_tokens = valid
             request.num_registered = min(request.num_registered, tokens // self.config.block_size)
             self.holdings.shorten(request, tokens, now_fs)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .clock import to_s
 from .meters import DrainMeter
-from .need import admission_blocks, slots_needed
+from .need import slots_needed
 from .request import Request, RequestSpec
 
 if TYPE_CHECKING:
@@ -125,8 +125,10 @@ class EngineView:
 
     @property
     def blocks_needed_soon(self) -> int:
-        """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each."""
-        return 2 * len(self._scheduler.decode)
+        """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each, in every
+        attention group.
+        """
+        return 2 * len(self._scheduler.decode) * len(self._scheduler.config.groups)
 
     @property
     def oldest_wait_s(self) -> float:
@@ -167,7 +169,7 @@ class EngineView:
     @property
     def has_full_attention(self) -> bool:
         """Whether requests keep every block. With a sliding window they do not, and each is scheduled one by one."""
-        return self._scheduler.config.sliding_window is None
+        return not self._scheduler.holdings.windows
 
     @property
     def decode_version(self) -> int:
@@ -195,11 +197,4 @@ class EngineView:
 
     def blocks_to_finish(self, spec: RequestSpec | RunningView, output_tokens: int) -> int:
         """Blocks a request holds when it has produced `output_tokens` tokens, or, with a sliding window, the most it holds until then."""
-        config = self._scheduler.config
-        return admission_blocks(
-            slots_needed(spec.input_tokens, max(output_tokens, 1)),
-            config.block_size,
-            window=config.sliding_window,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
+        return self._scheduler.config.most_blocks(slots_needed(spec.input_tokens, max(output_tokens, 1)))

@@ -13,7 +13,7 @@ from typing import Any
 from sim.catalog.gpus import GIB
 from sim.core.clock import to_s
 from sim.memory.device import Device
-from sim.memory.rounding import MIB
+from sim.memory.rounding import MIB, SEGMENT_GRAIN_BYTES
 
 from .memory_curve import tightest
 from .memory_record import OomEvent
@@ -23,6 +23,8 @@ MOST_MESSAGES = 20
 """Failed steps that are written out; the rest are counted."""
 OTHER_PROCESS = 4242
 """Process number under which the message lists what other processes hold."""
+_PIECE_BYTES, _PIN_BYTES = 16 * MIB, 2 * MIB
+"""What lies stuck in the allocator: segments of so much, each behind a tensor of so much."""
 _CALLS = {
     "prefill": ("execute_model", "prefill_forward"),
     "decode": ("execute_model", "forward_decode"),
@@ -68,13 +70,14 @@ def oom_snapshot(record: RunRecord) -> dict[str, Any] | None:
     event, device = recorder.memory.ooms[0], recorder.memory.device
     held = device.at(event.start_fs)
     alive = held.left_bytes - event.report.free_bytes
+    pieces, pins = _pieces(held.stuck_bytes)
     segments = [
-        _segment(held.tensors_bytes, "active_allocated"),
+        _segment(held.tensors_bytes - pins, "active_allocated"),
         _segment(held.kv_pool_bytes, "active_allocated"),
         _segment(max(0, alive), "active_allocated"),
         _segment(held.private_bytes, "inactive", pool=(0, 1)),
         _segment(held.pending_bytes, "active_pending_free"),
-        *_pieces(held.stuck_bytes),
+        *pieces,
     ]
     address, placed = 1 << 32, []
     for segment in (segment for segment in segments if segment["total_size"]):
@@ -146,34 +149,39 @@ def _message(device: Device, event: OomEvent) -> str:
 
 
 def _segment(size: int, state: str, pool: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """A segment of one block; whole segments of 2 MiB, as the allocator asks for them."""
+    size = size // SEGMENT_GRAIN_BYTES * SEGMENT_GRAIN_BYTES
     used = size if state != "inactive" else 0
+    block = {"size": size, "requested_size": used, "state": state, "frames": []}
+    return _segment_of([block], allocated=used if state == "active_allocated" else 0, active=used, pool=pool)
+
+
+def _segment_of(
+    blocks: list[dict[str, Any]], *, allocated: int, active: int, pool: tuple[int, int] = (0, 0)
+) -> dict[str, Any]:
     return {
         "device": 0,
-        "total_size": size,
-        "allocated_size": used if state == "active_allocated" else 0,
-        "active_size": used,
-        "requested_size": used,
+        "total_size": sum(block["size"] for block in blocks),
+        "allocated_size": allocated,
+        "active_size": active,
+        "requested_size": active,
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": pool,
         "is_expandable": False,
         "frames": [],
-        "blocks": [{"size": size, "requested_size": used, "state": state, "frames": []}],
+        "blocks": blocks,
     }
 
 
-def _pieces(stuck_bytes: int) -> list[dict[str, Any]]:
-    """Memory in pieces of at most 16 MiB, each behind a tensor of 512 bytes that pins its segment."""
-    pieces = []
-    while stuck_bytes > 0:
-        piece = min(stuck_bytes, 16 * MIB)
-        segment = _segment(piece + 512, "inactive")
-        pin = {"size": 512, "requested_size": 512, "state": "active_allocated", "frames": []}
-        segment["blocks"] = [pin, {"size": piece, "requested_size": 0, "state": "inactive", "frames": []}]
-        segment |= {"allocated_size": 512, "active_size": 512, "requested_size": 512}
-        pieces.append(segment)
-        stuck_bytes -= piece
-    return pieces
+def _pieces(stuck_bytes: int) -> tuple[list[dict[str, Any]], int]:
+    """Segments of 16 MiB, each with a tensor of 2 MiB that keeps the other 14 from going back; and the bytes of those tensors."""
+    pieces, free = [], _PIECE_BYTES - _PIN_BYTES
+    for _ in range(stuck_bytes // free):
+        pin = {"size": _PIN_BYTES, "requested_size": _PIN_BYTES, "state": "active_allocated", "frames": []}
+        rest = {"size": free, "requested_size": 0, "state": "inactive", "frames": []}
+        pieces.append(_segment_of([pin, rest], allocated=_PIN_BYTES, active=_PIN_BYTES))
+    return pieces, len(pieces) * _PIN_BYTES
 
 
 def _placed(blocks: list[dict[str, Any]], address: int) -> list[dict[str, Any]]:
