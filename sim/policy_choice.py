@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sim.core.admission import Admission, Every
+from sim.core.batching import Batching, BatchLimits, check_batching
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.ladder import LadderConfig, Rung, check_ladder, standard_ladder
 from sim.core.policies import PRESETS
@@ -30,6 +31,8 @@ def choose_policy(
     config, policy = preset.configure(config), preset.policy
     if table["eviction"] != "lru":
         policy = replace(policy, eviction=table["eviction"])
+    policy = _with_batching(policy, table)
+    check_batching(policy.batching, policy.limits, config)
     if config.num_cpu_blocks:
         policy = replace(policy, swap=True)
     if table["ladder"] is not None:
@@ -43,6 +46,14 @@ def choose_policy(
     if table["admission"] is not None:
         policy = replace(policy, admission=_with_plug_in(policy.admission, table["admission"]))
     return config, policy
+
+
+def _with_batching(policy: Policy, table: Mapping[str, Any]) -> Policy:
+    """What the table says of who may share a step; the rest is the preset's."""
+    if table["batching"] is not None:
+        policy = replace(policy, batching=Batching(table["batching"]))
+    given = {field.name: table[field.name] for field in fields(BatchLimits) if table[field.name] is not None}
+    return replace(policy, limits=replace(policy.limits, **given)) if given else policy
 
 
 def _rung(index: int, rung: Mapping[str, Any]) -> Rung:

@@ -106,6 +106,19 @@ class PolicyTable(Table):
         ge=0,
         description="KV blocks in CPU memory; above 0, preempted requests are saved there instead of recomputed",
     )
+    batching: Literal["mixed", "prefill_first", "decode_first", "static"] | None = Field(
+        None, description="what may share a step; default: as the preset has it"
+    )
+    max_prefill_tokens: int | None = Field(None, ge=1, description="most prompt tokens computed in one step")
+    max_prefill_seqs: int | None = Field(None, ge=1, description="most prompts computed in one step")
+    max_decode_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="most decodes in one step (a micro-batch); who has waited longest for a token goes first",
+    )
+    continuous_decode_steps: int | None = Field(
+        None, ge=1, description="steps that decodes have to themselves after each step of prompts, for decode_first"
+    )
     admission: str | None = Field(
         None, min_length=3, description="your own admission policy as module:Class, asked besides the preset's"
     )
@@ -216,6 +229,11 @@ SWITCHES_BOTH_WAYS = frozenset({"async_scheduling"})
 KEYS_WITHOUT_FLAG = frozenset(
     {
         "eviction",
+        "batching",
+        "max_prefill_tokens",
+        "max_prefill_seqs",
+        "max_decode_seqs",
+        "continuous_decode_steps",
         "num_cpu_blocks",
         "admission",
         "guard_priority",

@@ -313,6 +313,7 @@ class EngineCore:
             first_gap_fs = first_end_fs - decode.last_end_fs
             decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
         self._step += result.steps
+        scheduler.steps_done += result.steps
         self._plan = self._draft = None
         if result.oom is not None:
             scheduler.take_back(draft, now_fs)
