@@ -67,9 +67,7 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             "gemm": {
                 "bfloat16": {"tokens": list(TOKENS_HERE), "n": list(WIDTHS), "k": list(WIDTHS), "us": _table(fitted)}
             },
-            "attention": [
-                _entry(source, call, wave) for source, call, wave in zip(sources, calls, waves, strict=True)
-            ],
+            "attention": [_entry(source, call, wave) for source, call, wave in zip(sources, calls, waves, strict=True)],
             "stairs": True,
             "head_dim": HEAD_DIM,
             "all_reduce": {},
@@ -162,7 +160,12 @@ def _table(fitted: Array) -> list[list[list[float]]]:
 
 def _entry(source: KernelProfile, calls: tuple[Array, Array], wave_tiles: float) -> dict[str, Any]:
     heads, kv_heads = _heads(source)
-    return {"heads": heads, "kv_heads": kv_heads, "kv_dtype": "bfloat16", **attention_json(fit_attention(*calls, wave_tiles))}
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "kv_dtype": "bfloat16",
+        **attention_json(fit_attention(*calls, wave_tiles)),
+    }
 
 
 def _heads(source: KernelProfile) -> tuple[int, int]:

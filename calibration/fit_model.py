@@ -37,7 +37,8 @@ def fit_model_profile(
 ) -> dict[str, Any]:
     """The profile document. `sibling_skew` was measured with another model on the same card, and is used where this one has none.
 
-    Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown model or GPU."""
+    Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown model or GPU.
+    """
     model, device = model_shape(source.meta["model"]), gpu(catalogue_name(source.meta["gpu"]))
     layers = model.num_layers
     calls = source.attention[["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"]].to_numpy(float)
@@ -45,7 +46,10 @@ def fit_model_profile(
     wave_tiles = device.sm_count / (model.attention[0].num_heads // source.tensor_parallel_size)
     attention = fit_attention(calls, call_us, wave_tiles)
     dense, rows = _dense(source.dense, layers), _rows(source.per_sequence)
-    error = judge_attention(calls, call_us, wave_tiles) | {"held_out_dense": _judge_line(dense), "held_out_rows": _judge_line(rows)}
+    error = judge_attention(calls, call_us, wave_tiles) | {
+        "held_out_dense": _judge_line(dense),
+        "held_out_rows": _judge_line(rows),
+    }
     own_skew = skew_table(source)
     kv_heads = model.attention[0].kv_heads_per_rank(source.tensor_parallel_size)
     skew, skew_error = skew_terms(own_skew or sibling_skew, kv_heads)
@@ -182,7 +186,9 @@ def _judge_line(curve: _Dense) -> dict[str, Any]:
     knots = thinned(curve.tokens[~held], curve.time_us[~held])
     values = fit_line(curve.tokens[~held], curve.time_us[~held], knots).values
     predicted = np.interp(curve.tokens[held], knots, values)
-    return error_summary(predicted, curve.time_us[held]) | {"samples": residual_samples(predicted, curve.time_us[held], 1)}
+    return error_summary(predicted, curve.time_us[held]) | {
+        "samples": residual_samples(predicted, curve.time_us[held], 1)
+    }
 
 
 def _stated_all_reduce(hidden_size: int, layers: int, ranks: int) -> dict[str, Any]:

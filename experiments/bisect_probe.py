@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.core.config import ConfigError
-from sim.core.request import Outcome, RequestSpec, samples
+from sim.core.request import Outcome, RequestSpec
 from sim.scenario import Scenario, ScenarioError
 from sim.scenario_errors import nearest
+from sim.sequences import sequences
 
 if TYPE_CHECKING:
     from sim.results.recorder import RunRecord
@@ -111,12 +111,13 @@ class Probe:
     def _judge(self, requests: Sequence[RequestSpec], engine: tuple[Any, ...]) -> bool:
         from sim.world.run import run_world
 
-        config, prices, policy, memory, limit, run, workload = engine
+        config, prices, policy, memory, limit, tables = engine
+        run, workload = tables["run"], tables["workload"]
         in_order = sorted(requests, key=lambda spec: spec.arrival_s)
         record = run_world(
             config,
             prices,
-            [sample for spec in in_order for sample in samples(replace(spec, n=workload["n"]))],
+            sequences(tables, config, in_order),
             replicas=run["replicas"],
             router=run["router"],
             max_concurrency=workload["max_concurrency"],
@@ -156,14 +157,15 @@ def _engine(scenario: Scenario) -> tuple[Any, ...]:
     """Everything of a run but its requests, made once."""
     from sim.policy_choice import choose_policy
     from sim.resolve import resolve
-    from sim.simulation import cost_model, device, engine_config, has_memory_limit
+    from sim.simulation import check_start, cost_model, device, engine_config, has_memory_limit
 
     resolved = resolve(scenario)
     limit_s = resolved.slo.limits_s.get("ttft") if resolved.slo else None
     config, policy = choose_policy(resolved["policy"], engine_config(resolved), limit_s)
     memory = device(resolved)
+    check_start(resolved, memory)  # no load decides whether an engine starts
     limit = has_memory_limit(resolved, memory)
-    return config, cost_model(resolved), policy, memory, limit, resolved["run"], resolved["workload"]
+    return config, cost_model(resolved), policy, memory, limit, resolved.tables
 
 
 def _key(requests: Sequence[RequestSpec], changes: dict[str, Any]) -> str:

@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         complain(command, message)
-        return 2
+        return 1 if _does_not_start(error) else 2
 
 
 def _command_words(arguments: Sequence[str]) -> list[str]:
@@ -349,7 +349,14 @@ def _message(error: Exception) -> str | None:
     """What to tell the user about `error`; None when it is not about the input, but a bug that needs its traceback."""
     if hasattr(error, "format_message"):  # every usage error of typer has it, whichever version raises it
         return _usage_message(error)
-    return str(error) if isinstance(error, _input_errors()) else None
+    return str(error) if _does_not_start(error) or isinstance(error, _input_errors()) else None
+
+
+def _does_not_start(error: Exception) -> bool:
+    """Whether the simulated engine ran out of memory before it served anything."""
+    from sim.memory.start_up import StartUpError
+
+    return isinstance(error, StartUpError)
 
 
 def _usage_message(error: Exception) -> str:

@@ -15,27 +15,26 @@ from sim.results.memory_curve import MEMORY_COLUMNS
 if TYPE_CHECKING:
     from gpu.readings import StepReading
 
-FURTHER = ("step", "step_tokens", "used_blocks", "served_by", "process_bytes")
+FURTHER = ("step", "used_blocks", "served_by", "process_bytes")
 """Columns behind those of a simulated curve; empty in idle rows, `process_bytes` and `used_blocks` apart."""
 
 
 def real_memory_columns(
     curves: Sequence[Sequence[StepReading]], pools: Sequence[int], workspaces: Sequence[int], block_bytes: int
 ) -> dict[str, list[Any]]:
-    """The curve of the executor whose pool was fullest; no columns when no step was run.
+    """The curves of all executors, by time and executor; no columns when no step was run.
 
     A row is a step, or the beginning or end of an idle time. `pools` are blocks and `workspaces` bytes, by executor.
     """
-    if not any(curves):
-        return {}
-    fullest = max(
-        range(len(curves)), key=lambda index: max((r.allocated_blocks for r in curves[index]), default=0) / pools[index]
-    )
-    columns: dict[str, list[Any]] = {name: [] for name in (*MEMORY_COLUMNS, *FURTHER)}
-    for row in _rows(curves[fullest], pools[fullest], workspaces[fullest], block_bytes, fullest):
-        for name, value in row.items():
-            columns[name].append(value)
-    return columns
+    sized = zip(curves, pools, workspaces, strict=True)
+    rows = [
+        row
+        for index, (curve, pool, workspace) in enumerate(sized)
+        if curve
+        for row in _rows(curve, pool, workspace, block_bytes, index)
+    ]
+    rows.sort(key=lambda row: (row["time_s"], row["replica"]))  # stable: rows of one moment keep their order
+    return {name: [row[name] for row in rows] for name in (*MEMORY_COLUMNS, *FURTHER)} if rows else {}
 
 
 def _rows(
@@ -56,6 +55,9 @@ def _rows(
             "total_bytes": memory.total_bytes,
             "active_sequences": 0 if idle else reading.num_seqs,
             "tokens": 0 if idle else reading.kv_tokens,
+            "batch_tokens": 0 if idle else reading.num_tokens,
+            "prefill_tokens": 0 if idle else reading.num_tokens - reading.decode_seqs,
+            "decode_sequences": 0 if idle else reading.decode_seqs,
             "phase": "idle" if idle else "decode" if reading.phase == "decode" else "prefill",
             "workspace_bytes": 0 if idle else reading.workspace_bytes,
             "workspace_phase": "" if idle else reading.phase,
@@ -63,11 +65,12 @@ def _rows(
             "kv_used_bytes": used,
             "kv_free_bytes": pool * block_bytes - used,
             "tensors_bytes": memory.tensors_bytes,
+            "weights_bytes": memory.weights_bytes,
+            "cuda_graphs_bytes": memory.graphs_bytes,
             "non_torch_bytes": memory.non_torch_bytes,
             "other_processes_bytes": memory.others_bytes,
             "replica": replica,
             "step": None if idle else reading.step,
-            "step_tokens": None if idle else reading.num_tokens,
             "used_blocks": blocks,
             "served_by": "" if idle else reading.served_by,
             "process_bytes": memory.process_bytes,

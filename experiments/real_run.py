@@ -67,7 +67,7 @@ class RealRun:
         return [{**report, "nvml": nvml} for report in self.engine.report()]
 
     def memory_columns(self) -> dict[str, list[Any]]:
-        """The curve of the executor that came closest to the end of its pool."""
+        """The curves of all executors."""
         pools = [executor.pool.num_blocks for executor in self.engine.executors]
         block_bytes = self.engine.executors[0].pool.layout.block_bytes
         workspaces = [executor.workspace.num_bytes for executor in self.engine.executors]
@@ -116,6 +116,7 @@ def run_scenario(
 
     with memory_history(memory_snapshot, device) if memory_snapshot is not None else nullcontext():
         result = sim.simulate(scenario, decision_log=decision_log, real=real)
+    _measured_memory(result)
     if peak_step is not None:
         _add_peak(result, made[0], peak_step, scenario)
     return result
@@ -159,6 +160,14 @@ def _fitted_to(scenario: Scenario, device: Any) -> tuple[Scenario, int]:
     if "other_processes_bytes" not in scenario.engine.model_fields_set and scenario.gpu.gpu is None:
         changes["other_processes_bytes"] = others + max(gpu(entry.name).total_bytes - facts.total_bytes, 0)
     return scenario.with_(**changes), others
+
+
+def _measured_memory(result: Result) -> None:
+    """The summary says of a real run's memory what was measured, not what the account expected."""
+    summary: Any = result.summary
+    if any(result.memory_columns.values()):
+        summary["peak_workspace_bytes"] = max(result.memory_columns["workspace_bytes"])
+        summary["min_headroom_bytes"] = min(result.memory_columns["headroom_bytes"])
 
 
 def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> None:

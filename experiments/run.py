@@ -29,17 +29,27 @@ def run(
     peak_step: int | None = None,
     memory_snapshot: Path | None = None,
 ) -> int:
-    """Simulate or run for real, write the files, print. Returns the exit code."""
+    """Simulate or run for real, write the files, print. Returns the exit code.
+
+    Raises StartUpError, after its log was written to `out`, when the engine does not start.
+    """
+    from sim.memory.start_up import StartUpError
     from sim.results.console import print_summary
+    from sim.results.files import write_text
 
     from .real_run import run_scenario
 
     _make_room(out, html)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
         progress.say("simulating" if scenario.run.executor != "torch" else "running for real")
-        result = run_scenario(
-            scenario, decision_log=log.write if log else None, peak_step=peak_step, memory_snapshot=memory_snapshot
-        )
+        try:
+            result = run_scenario(
+                scenario, decision_log=log.write if log else None, peak_step=peak_step, memory_snapshot=memory_snapshot
+            )
+        except StartUpError as error:
+            if out is not None:
+                write_text(out / "oom.log", error.log)
+            raise
     written = _write(result, out, html) + [path for path in (decision_log, memory_snapshot) if path is not None]
     if json:
         print_json(result.summary)

@@ -137,11 +137,16 @@ class DecodeGraphs:
         self._workspace.note(captured.workspace_bytes)
         self.replays[size] += 1
 
+    @property
+    def captured_bytes(self) -> int:
+        """Device memory that the captures took."""
+        return self._capture.held_bytes
+
     def report(self) -> dict[str, Any]:
         """What was captured, replayed, and went without, as JSON values."""
         return {
             "sizes": list(self.sizes),
-            "captured_bytes": self._capture.held_bytes,
+            "captured_bytes": self.captured_bytes,
             "replays": {str(size): count for size, count in sorted(self.replays.items())},
             "eager_steps": dict(sorted(self.eager.items())),
         }

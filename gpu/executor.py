@@ -69,6 +69,8 @@ class TorchExecutor:
         durations: list[int] = []
         sampled: dict[str, list[int]] = {}
         report: OomReport | None = None
+        for child, source, _ in plan.forks:
+            self.forward.tokens.fork(child, source)
         first = plan.scheduled(0)
         tables = [len(request.block_table) for request in first]
         for ahead in range(plan.repeat):
@@ -201,6 +203,7 @@ class TorchExecutor:
             phase="decode" if not prefills else "prefill" if prefills == len(scheduled) else "mixed",
             num_tokens=sum(request.num_tokens for request in scheduled),
             num_seqs=len(scheduled),
+            decode_seqs=len(scheduled) - prefills,
             kv_tokens=sum(self._kv_tokens.values()),
             allocated_blocks=self.pool.tags.num_held,
             workspace_bytes=self.workspace.step_high_water_bytes,

@@ -21,6 +21,10 @@ class MemoryReading:
 
     tensors_bytes: int
     """Weights, step buffers and captured graphs: PyTorch's, beside pool and workspace."""
+    weights_bytes: int
+    """The part of it that are weights."""
+    graphs_bytes: int
+    """The part of it that captured graphs keep."""
     kv_pool_bytes: int
     """The KV pool, used or not."""
     workspace_bytes: int
@@ -32,7 +36,7 @@ class MemoryReading:
     others_bytes: int
     """Other processes, as found before this one started; 0 on the CPU."""
     total_bytes: int
-    """The device; on the CPU its hard limit, or the machine's memory."""
+    """The device; on the CPU its hard limit, or, without one, all that the run has taken."""
     process_bytes: int | None
     """Resident memory of this process on the host; None where the system does not say."""
 
@@ -50,6 +54,8 @@ class StepReading:
     num_tokens: int
     """Tokens computed."""
     num_seqs: int
+    decode_seqs: int
+    """Sequences that computed one token."""
     kv_tokens: int
     """Tokens in the KV cache of all requests that hold blocks, a shared one counted for each."""
     allocated_blocks: int
@@ -72,19 +78,27 @@ class MemoryReader(Protocol):
 
 
 class CpuMemoryReader:
-    """Adds up storages. `tensors` are the long-lived ones beside pool and workspace."""
+    """Adds up storages. `tensors` are the long-lived ones beside pool and workspace, weights included."""
 
     def __init__(
-        self, tensors: Iterable[Any], *, kv_pool_bytes: int, workspace_bytes: int, limit_bytes: int | None = None
+        self,
+        tensors: Iterable[Any],
+        *,
+        weights_bytes: int,
+        kv_pool_bytes: int,
+        workspace_bytes: int,
+        limit_bytes: int | None = None,
     ) -> None:
-        self._tensors = storage_bytes(tensors)
+        self._tensors, self._weights = storage_bytes(tensors), weights_bytes
         self._kv_pool, self._workspace = kv_pool_bytes, workspace_bytes
-        self._total = host_memory_bytes() if limit_bytes is None else limit_bytes
+        self._total = self._tensors + kv_pool_bytes + workspace_bytes if limit_bytes is None else limit_bytes
 
     def read(self) -> MemoryReading:
         """Long-lived storages as they were counted, and the process as it is now."""
         return MemoryReading(
             tensors_bytes=self._tensors,
+            weights_bytes=self._weights,
+            graphs_bytes=0,
             kv_pool_bytes=self._kv_pool,
             workspace_bytes=self._workspace,
             cached_bytes=0,
@@ -96,21 +110,36 @@ class CpuMemoryReader:
 
 
 class CudaMemoryReader:
-    """Asks the caching allocator and the driver. `others_bytes` is what other processes held before this one began."""
+    """Asks the caching allocator and the driver. `others_bytes` is what other processes held before this one began; `graphs_bytes` what
+    captures took, which the allocator keeps in a pool of their own.
+    """
 
-    def __init__(self, device: Any, *, kv_pool_bytes: int, workspace_bytes: int, others_bytes: int) -> None:
+    def __init__(
+        self,
+        device: Any,
+        *,
+        weights_bytes: int,
+        graphs_bytes: int,
+        kv_pool_bytes: int,
+        workspace_bytes: int,
+        others_bytes: int,
+    ) -> None:
         self._device = device
-        self._kv_pool, self._workspace, self._others = kv_pool_bytes, workspace_bytes, others_bytes
+        self._weights, self._graphs, self._others = weights_bytes, graphs_bytes, others_bytes
+        self._kv_pool, self._workspace = kv_pool_bytes, workspace_bytes
 
     def read(self) -> MemoryReading:
         """Between two steps."""
         allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
+        graphs = min(self._graphs, reserved - allocated)
         return MemoryReading(
-            tensors_bytes=allocated - self._kv_pool - self._workspace,
+            tensors_bytes=allocated - self._kv_pool - self._workspace + graphs,
+            weights_bytes=self._weights,
+            graphs_bytes=graphs,
             kv_pool_bytes=self._kv_pool,
             workspace_bytes=self._workspace,
-            cached_bytes=reserved - allocated,
+            cached_bytes=reserved - allocated - graphs,
             non_torch_bytes=max(total - free - reserved - self._others, 0),
             others_bytes=self._others,
             total_bytes=total,
@@ -131,8 +160,3 @@ def process_bytes() -> int | None:
     except (OSError, IndexError, ValueError):
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def host_memory_bytes() -> int:
-    """The machine's physical memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

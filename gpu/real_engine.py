@@ -173,14 +173,16 @@ class RealEngine:
         forward.capture(plan.full_sizes, CudaCapture(self.device) if cuda else CallAgain())
 
     def _reader(self, forward: ForwardPass) -> MemoryReader:
-        pool, workspace = forward.pool.arena.untyped_storage().nbytes(), forward.workspace.num_bytes
+        sizes = {
+            "weights_bytes": self.weights.num_bytes,
+            "kv_pool_bytes": forward.pool.arena.untyped_storage().nbytes(),
+            "workspace_bytes": forward.workspace.num_bytes,
+        }
         if self.device.type == "cuda":
-            return CudaMemoryReader(
-                self.device, kv_pool_bytes=pool, workspace_bytes=workspace, others_bytes=self.settings.others_bytes
-            )
+            graphs = 0 if forward.graphs is None else forward.graphs.captured_bytes
+            return CudaMemoryReader(self.device, graphs_bytes=graphs, others_bytes=self.settings.others_bytes, **sizes)
         tensors = [*self.weights.tensors, *forward.buffers.tensors, forward.pool.scales, forward.model.rope_table]
-        limit = self.settings.memory_limit_bytes
-        return CpuMemoryReader(tensors, kv_pool_bytes=pool, workspace_bytes=workspace, limit_bytes=limit)
+        return CpuMemoryReader(tensors, limit_bytes=self.settings.memory_limit_bytes, **sizes)
 
     def _check_room(self, pool_bytes: int, workspace: int) -> None:
         """On CUDA, find out before the pool is taken that it will not fit. Raises ConfigError with what would be right."""

@@ -119,7 +119,7 @@ class Scenario(BaseModel):
         back what was given.
         Raises ScenarioError.
         """
-        return self._changed(self._given(), changes, _python_label, _python_label)
+        return self._changed(self.given(), changes, _python_label, _python_label)
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Every key of every table with its final value, defaults of model and GPU filled in: plain JSON types. Raises ScenarioError."""
@@ -145,7 +145,7 @@ class Scenario(BaseModel):
         BaseModel.__init__(scenario, **_validated(tables, where))
         return scenario
 
-    def _given(self) -> _Tables:
+    def given(self) -> _Tables:
         """What was given, without defaults."""
         tables = {name: getattr(self, name).model_dump(exclude_unset=True) for name in TABLES}
         return {**tables, "slo": dict(self.slo.as_dict()) if self.slo else {}}
@@ -247,6 +247,15 @@ def _check_workload(workload: WorkloadTable, label: _Label) -> None:
         raise ScenarioError(
             f"{label('workload', 'trace')} ({workload.trace}) and {label('workload', 'workload')} ({workload.workload}) are both "
             "given; requests come from one of them"
+        )
+    if workload.n > 1 and workload.beam_width > 1:
+        raise ScenarioError(
+            f"{label('workload', 'n')} ({workload.n}) and {label('workload', 'beam_width')} ({workload.beam_width}) are both above 1; a "
+            "request has samples or beams, not both"
+        )
+    if workload.beam_change is not None and workload.beam_width == 1:
+        raise ScenarioError(
+            f"{label('workload', 'beam_change')} ({workload.beam_change:g}) is about beams, but there are none; give beam_width too"
         )
     if workload.trace is not None and workload.burstiness is not None and workload.rate is None:
         raise ScenarioError(

@@ -122,6 +122,10 @@ class PolicyTable(Table):
     admission: str | None = Field(
         None, min_length=3, description="your own admission policy as module:Class, asked besides the preset's"
     )
+    fork_samples: bool = Field(
+        False,
+        description="samples start as copies of the first, with copy-on-write, instead of as requests that find its prompt in the cache",
+    )
     guard_priority: int = Field(
         0, description="requests at least this important (this number or smaller) are never degraded"
     )
@@ -160,6 +164,13 @@ class WorkloadTable(Table):
         description="each request's cap is its output length, as when a trace is replayed; off: no caps, the model stops by itself",
     )
     n: int = Field(1, ge=1, description="samples of each prompt; all share its blocks and leave together")
+    beam_width: int = Field(1, ge=1, description="beams of each request; 1 is no beam search")
+    beam_change: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="probability that a beam is replaced by a copy of another one at a token; default 0.1, an assumption",
+    )
     arrival: str | None = Field(
         None, min_length=1, description="arrival process: poisson, gamma, on-off, deterministic or batch"
     )
@@ -240,6 +251,9 @@ KEYS_WITHOUT_FLAG = frozenset(
         "ladder",
         "n",
         "ignore_eos",
+        "beam_width",
+        "beam_change",
+        "fork_samples",
         "arrival",
         "priorities",
         "cancel_age_mean_s",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,16 +15,17 @@ from .policy_choice import choose_policy
 from .provenance import provenance
 from .resolve import Resolved, resolve
 from .scenario_errors import ScenarioError, nearest
+from .sequences import sequences
 from .steady_state import steady_state_warnings
 
 if TYPE_CHECKING:
-    from sim.catalog.shape import ModelShape
-    from sim.core.config import EngineConfig
+    from sim.core.config import AttentionGroup, EngineConfig
     from sim.core.engine import EngineCore
     from sim.core.plan import Executor
     from sim.core.policy import Policy
     from sim.core.request import RequestSpec
     from sim.costs.protocol import CostModel
+    from sim.memory import Ledger
     from sim.memory.device import Device
     from sim.results.result import Result
     from sim.workload import BuiltWorkload
@@ -77,9 +77,9 @@ def simulate(
     the time that passes. The caller then brings in `real` what runs it; `experiments.real_run.run_scenario` does. `executor`
     (made for each engine core) does the steps instead of either.
 
-    Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
+    Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message); StartUpError, with a log, when
+    faults make the engine run out of memory while it starts.
     """
-    from sim.core.request import samples
     from sim.results import (
         Result,
         bill_columns,
@@ -98,13 +98,10 @@ def simulate(
     run = resolved["run"]
 
     built = build_workload(resolved, replication)
-    changes_to_each: dict[str, Any] = {"n": resolved["workload"]["n"]}
-    if not resolved["workload"]["ignore_eos"]:
-        changes_to_each["max_tokens"] = None
-    sent = [sample for spec in built.requests for sample in samples(replace(spec, **changes_to_each))]
     config, policy = choose_policy(
         resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
     )
+    sent = sequences(resolved.tables, config, built.requests, replication)
     memory = device(resolved)
     ran = None
     if executor is None and run["executor"] == "torch":
@@ -119,6 +116,7 @@ def simulate(
         raise ScenarioError(
             "[run] faults are injected into a simulated device, but here an executor runs the steps; leave one of them out"
         )
+    check_start(resolved, memory)
     prices = cost or cost_model(resolved)
     record = run_world(
         config,
@@ -205,9 +203,9 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     """The settings of the decision core. Raises ConfigError for a contradiction."""
     from sim.core.config import EngineConfig
 
-    engine, policy = resolved["engine"], resolved["policy"]
+    engine, policy, ledger = resolved["engine"], resolved["policy"], resolved.ledger
     return EngineConfig(
-        num_gpu_blocks=resolved.ledger.equivalent_blocks,
+        num_gpu_blocks=ledger.num_gpu_blocks,
         block_size=engine["block_size"],
         max_model_len=engine["max_model_len"],
         max_num_seqs=engine["max_num_seqs"],
@@ -217,10 +215,21 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         async_scheduling=engine["async_scheduling"],
         scheduling_policy=policy["scheduling_policy"],
         reserve_full_prompt=policy["scheduler_reserve_full_isl"],
-        sliding_window=_window(resolved.model),
+        sliding_window=None if ledger.layout.is_hybrid else ledger.layout.groups[0].window,
+        kv_groups=core_groups(ledger),
+        in_flight_tokens=ledger.in_flight_tokens,
         num_cpu_blocks=policy["num_cpu_blocks"],
         watermark=policy["watermark"],
     )
+
+
+def core_groups(ledger: Ledger) -> tuple[AttentionGroup, ...]:
+    """The attention groups of the pool that a ledger sized; none for a model with one kind of layer."""
+    from sim.core.config import AttentionGroup
+
+    if not ledger.layout.is_hybrid:
+        return ()
+    return tuple(AttentionGroup(block_size=group.block_size, window=group.window) for group in ledger.layout.groups)
 
 
 def device(resolved: Resolved) -> Device:
@@ -229,6 +238,23 @@ def device(resolved: Resolved) -> Device:
     from sim.memory.faults import read_faults
 
     return Device(resolved.model, resolved.gpu, resolved.ledger, read_faults(resolved["run"]["faults"]))
+
+
+def check_start(resolved: Resolved, memory: Device) -> None:
+    """Raise StartUpError, with the log it would leave, when the faults of `memory` keep the engine from starting."""
+    from sim.memory.start_up import StartUpError, start_up_failure
+
+    failure = start_up_failure(memory, resolved.model)
+    if failure is None:
+        return
+    from sim.catalog.gpus import GIB
+    from sim.results.start_up_log import start_up_log
+
+    message = (
+        f"the engine does not start: in {failure.phase}, {failure.what} asked for {failure.tried_bytes / GIB:.2f} GiB and "
+        f"{failure.free_bytes / GIB:.2f} GiB were free"
+    )
+    raise StartUpError(message, start_up_log(memory, _arguments(resolved, engine_config(resolved)), failure))
 
 
 def _arguments(resolved: Resolved, config: EngineConfig) -> dict[str, Any]:
@@ -293,9 +319,3 @@ def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
 
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:
     return (given[0], given[1]) if isinstance(given, list) else given
-
-
-def _window(model: ModelShape) -> int | None:
-    """The window that every layer has; a model with one full-attention layer keeps every block."""
-    windows = {kind.window for kind in model.attention}
-    return windows.pop() if len(windows) == 1 else None

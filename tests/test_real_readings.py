@@ -48,6 +48,8 @@ device = "cpu"
 def reading(step: int, start_s: float, **changes) -> StepReading:
     memory = MemoryReading(
         tensors_bytes=1000,
+        weights_bytes=900,
+        graphs_bytes=40,
         kv_pool_bytes=800,
         workspace_bytes=300,
         cached_bytes=20,
@@ -63,6 +65,7 @@ def reading(step: int, start_s: float, **changes) -> StepReading:
         "phase": "decode",
         "num_tokens": 2,
         "num_seqs": 2,
+        "decode_seqs": 2,
         "kv_tokens": 30,
         "allocated_blocks": 4,
         "workspace_bytes": 120,
@@ -89,9 +92,13 @@ def test_the_curve_has_a_row_a_step_and_idle_rows_between():
     assert columns["step"] == [None, None, 0, 1, None, None, 2, None]
 
 
-def test_of_several_executors_the_fullest_is_shown():
-    columns = real_memory_columns([[reading(0, 0.0)], [reading(0, 0.0, allocated_blocks=7)]], [8, 8], [300, 300], 100)
-    assert set(columns["replica"]) == {1}
+def test_every_executor_has_rows_of_its_own():
+    columns = real_memory_columns(
+        [[reading(0, 0.0)], [reading(0, 0.5, allocated_blocks=7)], []], [8, 8, 8], [300] * 3, 100
+    )
+    assert list(zip(columns["time_s"], columns["replica"], columns["used_blocks"], strict=True)) == [
+        (0.0, 0, 0), (0.0, 1, 0), (0.5, 1, 0), (1.0, 0, 4), (1.0, 0, 0), (1.5, 1, 7), (1.5, 1, 0),
+    ]  # fmt: skip
     assert real_memory_columns([[], []], [8, 8], [300, 300], 100) == {}
 
 
@@ -116,7 +123,8 @@ def test_a_real_run_leaves_a_curve_that_diagnose_reads_and_that_is_flat_in_the_e
     for column in ("allocated_bytes", "reserved_bytes", "in_use_bytes", "kv_used_bytes"):
         assert len({row[column] for row in idle}) == 1, column
     assert max(int(row["kv_used_bytes"]) for row in steps) > 0
-    assert max(int(row["workspace_bytes"]) for row in steps) == summary["executors"][0]["bytes"]["workspace_high_water"]
+    assert max(int(row["workspace_bytes"]) for row in steps) == summary["peak_workspace_bytes"]
+    assert summary["peak_workspace_bytes"] == summary["executors"][0]["bytes"]["workspace_high_water"]
     assert summary["executors"][0]["nvml"] == {"absent": "the device is the CPU"}
     assert main(["diagnose", str(out / "memory.csv"), "--json"]) == 0
     diagnosis = json.loads(capsys.readouterr().out)

@@ -59,7 +59,7 @@ KINDS = (
     ),
     _kind(
         "no cache blocks",
-        r"No available memory for the cache blocks",
+        r"No available memory for the cache blocks|no memory is left for KV blocks",
         Phase.START_UP,
         Cause.KV_CAPACITY,
         "after weights and the profiled peak nothing of the budget is left for KV blocks",

@@ -170,7 +170,7 @@ class BlockPool:
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Drop the keys of blocks whose content was never computed."""
-        known = [block_id for block_id in block_ids if block_id in self.index]
+        known = [block_id for block_id in dict.fromkeys(block_ids) if block_id in self.index]
         for block_id in known:
             if block_id in self._freed:
                 self.num_cached -= 1

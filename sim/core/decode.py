@@ -179,6 +179,11 @@ class DecodeSet:
         """Members, by admission order, that will have computed `offset` tokens and whole blocks in the step `ahead` steps from now."""
         return self._by_residue[(self.clock + ahead - offset) % self.block_size]
 
+    def steps_at(self, offset: int, stop: int) -> list[int]:
+        """The steps from now, in [1, stop), in which any member is `at` this offset."""
+        size, buckets, now = self.block_size, self._by_residue, self.clock - offset
+        return [step for step in range(1, stop) if buckets[(now + step) % size]]
+
     def needing_block(self, ahead: int = 0) -> list[Request]:
         """Members that need a new block in the step `ahead` steps from now, in running order."""
         bucket = self._by_residue[(self.clock + ahead) % self.block_size]

@@ -103,8 +103,9 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, swapped ones included."""
-        return len(self._scheduler.waiting) + len(self._scheduler.swapped) + self._scheduler.num_unseen
+        """Requests in the system that do not run: queued, swapped, or to start as a copy of another one."""
+        scheduler = self._scheduler
+        return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held + scheduler.num_unseen
 
     @property
     def num_unfinished(self) -> int:
@@ -147,8 +148,15 @@ class EngineCore:
 
     @property
     def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet."""
-        return tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released)
+        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet. Blocks that were
+        shared by a fork since then, and given back, it never knew of.
+        """
+        releases = [(request_id, tuple(blocks)) for request_id, blocks in self._decisions.released]
+        for child, _, table in self._decisions.forked:
+            untold = (child, tuple(block_id for block_id in table if block_id))
+            if table and untold in releases:
+                releases.remove(untold)
+        return tuple(releases)
 
     @property
     def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -169,10 +177,13 @@ class EngineCore:
     def add(self, spec: RequestSpec, now_fs: int) -> Arrived:
         """A request arrives: it is queued, or rejected with a reason.
 
-        Raises ValueError for a request id that is in the system already.
+        Raises ValueError for a request id that is in the system already, and for beams or forked samples in an engine that plans
+        ahead: what forks is known only when a step is over.
         """
         if spec.request_id in self._requests:
             raise ValueError(f"request id {spec.request_id!r} is already in the system; ids must be unique")
+        if spec.forking is not None and self._lag is not None:
+            raise ValueError(f"{spec.request_id!r} forks, which an engine with async_scheduling cannot plan for")
         request = Request(
             spec,
             self._next_seq,
@@ -188,6 +199,8 @@ class EngineCore:
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
+        if spec.forking is not None and self._scheduler.families.join(request):
+            return Arrived(request, may_change_plan=False, may_start=False)
         if self._lag is not None and self._lag.busy:
             became_head = self._lag.arrived(request)
         else:
@@ -198,11 +211,15 @@ class EngineCore:
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
     ) -> bool:
-        """A client leaves, in whatever state its request is. False if the request has ended (or never was).
+        """A client leaves, in whatever state its request is. False if the request has ended (or never was). The name of a request that
+        forks stands for all of its sequences.
 
         The blocks of a request in a step under way return when the step is committed; its output of that step is dropped.
         """
         request = self._requests.get(request_id)
+        if request is None and self._scheduler.families:
+            left = [self.abort(each, now_fs, outcome, reason) for each in self._scheduler.families.ids(request_id)]
+            return any(left)
         if request is None or request.abort_fs is not None:
             return False
         request.outcome, request.reason = outcome, reason
@@ -211,7 +228,8 @@ class EngineCore:
             self._tell(request, outcome, reason, now_fs)
             lag.ended(request, foreseen=False)
         elif request.state is State.WAITING:
-            self._scheduler.waiting.discard(request)
+            if request.spec.forking is None or not self._scheduler.families.drop(request):
+                self._scheduler.waiting.discard(request)
             self._end(request, outcome, reason, now_fs)
         elif request.state is State.SWAPPED:
             self._scheduler.drop_swapped(request)
@@ -267,6 +285,7 @@ class EngineCore:
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
+            forks=tuple(self._decisions.forked),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
             scheduled=lambda ahead: self._scheduled(step, ahead),
@@ -297,13 +316,11 @@ class EngineCore:
         for order, request in scheduler.catching_up.items():
             share = draft.shares.get(order)
             tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
-            slots = tokens * decode.slots_per_token
-            slots -= (len(request.table) - request.held_blocks) * decode.slots_per_block  # given back while running
+            slots = self._slots_filled(request, tokens)
             request.token_fs += slots * total_fs
             written += slots
         for request in scheduler.departing.values():
-            slots = request.num_computed_tokens * decode.slots_per_token
-            slots -= (len(request.table) - request.held_blocks) * decode.slots_per_block
+            slots = self._slots_filled(request, request.num_computed_tokens)
             request.token_fs += slots * total_fs
             written += slots
         decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
@@ -339,6 +356,8 @@ class EngineCore:
             )
         self._leaving = []
         self._advance_shares(draft, now_fs)
+        if scheduler.families:
+            self._fork(result, now_fs)
         finished = {request.order: request for request in decode.completed()}
         finished |= {
             r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens and r.ended_fs is None
@@ -360,6 +379,11 @@ class EngineCore:
         return Committed(
             result.steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
         )
+
+    def _slots_filled(self, request: Request, tokens: int) -> int:
+        """Token slots that `tokens` tokens of a request fill; what it gave back while it ran counts no more."""
+        decode = self._scheduler.decode
+        return tokens * decode.slots_per_token - (len(request.table) - request.held_blocks) * decode.slots_per_block
 
     def close(self, now_fs: int) -> None:
         """The run is over: log what was decided after the last step."""
@@ -426,25 +450,27 @@ class EngineCore:
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
         """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
         assert self._draft is not None
-        scheduler, growth, slots_per_block = self._scheduler, self._scheduler.growth, self.config.slots_per_block
+        scheduler, growth = self._scheduler, self._scheduler.growth
+        slots_per_block = scheduler.decode.slots_per_block
         usage, emptied = [(0, self.pool.num_owned)], [0]
         table_slots = [scheduler.holdings.table_blocks * slots_per_block]
-        steps, computed = result.steps, result.steps_computed
-        for ahead in range(1, steps):
-            grown: dict[int, list[int]] = {}
-            decisions = Decisions()
-            if growth.changes_in(ahead):
-                elapsed_fs = result.durations.before_fs(ahead)
-                now_fs = plan.start_fs + elapsed_fs
-                decisions.released = growth.slide(ahead, elapsed_fs, now_fs)
-                grown = growth.grow(ahead, now_fs)
+        before_fs = result.durations.before_fs
+        changing = growth.changing_until(result.steps)
+        took: dict[int, list[int]] = {}
+        at = 0
+        for ahead in changing if self._sink is None else range(1, result.steps):
+            took, at, slid = {}, ahead, []
+            if self._sink is None or ahead in changing:
+                elapsed_fs = before_fs(ahead)
+                slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
+                took = growth.grow(ahead, plan.start_fs + elapsed_fs)
                 usage.append((ahead, self.pool.num_owned))
                 table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
-                emptied.append(emptied[-1] + sum(len(slid) for _, slid in decisions.released) * slots_per_block)
+                emptied.append(emptied[-1] + sum(len(blocks) for _, blocks in slid) * slots_per_block)
             if self._sink is not None:
-                self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, decisions)
-            if ahead == computed:  # the step that ran out of memory: what it took is taken back
-                self._draft.decode_blocks = grown
+                self._log(plan.step + ahead, plan.start_fs + before_fs(ahead), took, Decisions(released=slid))
+        if 0 < result.steps_computed < result.steps:  # the last step ran out of memory: what it took is taken back
+            self._draft.decode_blocks = took if at == result.steps_computed else {}
         return tuple(usage), tuple(table_slots), tuple(emptied)
 
     def _share_done(self, draft: Draft, request: Request) -> None:
@@ -480,6 +506,18 @@ class EngineCore:
             ):
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
+
+    def _fork(self, result: StepResult, now_fs: int) -> None:
+        """Let sequences go on as copies of others, and write it down."""
+        decisions = self._decisions
+        for fork in self._scheduler.families.after_step(result.forked, result.stopped, now_fs):
+            child = fork.child
+            if fork.released is not None:
+                decisions.released.append((child.request_id, fork.released))
+            if fork.started:
+                decisions.admitted.append(child.request_id)
+            shared = tuple(child.table.blocks) if fork.shares else ()
+            decisions.forked.append((child.request_id, fork.source.request_id, shared))
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         lag = self._lag
@@ -569,6 +607,8 @@ class EngineCore:
     def _forget(self, request: Request) -> None:
         """A request has ended for the scheduler."""
         self._scheduler.holdings.forget_private(request)
+        if request.spec.forking is not None:
+            self._scheduler.families.ended(request)
         request.state = State.ENDED
 
     def _tell(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:

@@ -30,9 +30,9 @@ class Growth:
         self.decode = decode
         self.holdings = holdings
 
-    def changes_in(self, ahead: int) -> bool:
-        """Whether any table changes in the step `ahead` steps from now."""
-        return self.decode.num_needing_block(ahead) > 0
+    def changing_until(self, stop: int) -> list[int]:
+        """The steps from now, in [1, stop), in which tables may change."""
+        return self.decode.steps_at(0, stop)
 
     def num_needed(self) -> int:
         """Blocks that the members take in the next step."""
@@ -86,10 +86,10 @@ class GroupGrowth(Growth):
         self._sizes = [group.block_size for group in tables.groups]
         self._windows = sorted({group.window for group in tables.groups if group.window is not None})
 
-    def changes_in(self, ahead: int) -> bool:
-        """Whether any table may change: who slides at this step may have nothing to give."""
-        decode = self.decode
-        return decode.num_needing_block(ahead) > 0 or any(decode.at(ahead, window - 1) for window in self._windows)
+    def changing_until(self, stop: int) -> list[int]:
+        """The steps from now, in [1, stop), in which tables may change: who slides may have nothing to give."""
+        steps = set(self.decode.steps_at(0, stop))
+        return sorted(steps.union(*(self.decode.steps_at(window - 1, stop) for window in self._windows)))
 
     def num_needed(self) -> int:
         """Blocks that the members take in the next step."""

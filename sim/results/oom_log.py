@@ -54,7 +54,7 @@ def oom_log(record: RunRecord, settings: Mapping[str, Any]) -> str:
     if recorder is None or recorder.memory is None or not recorder.memory.ooms:
         return ""
     device, ooms = recorder.memory.device, recorder.memory.ooms
-    lines = _start(device, settings)
+    lines = start_lines(device, settings)
     for event in ooms[:MOST_MESSAGES]:
         lines += _failure(recorder, device, event)
     if len(ooms) > MOST_MESSAGES:
@@ -95,7 +95,8 @@ def oom_snapshot(record: RunRecord) -> dict[str, Any] | None:
     return {"segments": placed, "device_traces": [[history]]}
 
 
-def _start(device: Device, settings: Mapping[str, Any]) -> list[str]:
+def start_lines(device: Device, settings: Mapping[str, Any]) -> list[str]:
+    """What an engine prints of its memory while it starts, in vLLM's words; its arguments first."""
     ledger = device.ledger
     shown = ", ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
     graphs = [line for line in ledger.lines if line.name == "cuda_graphs" and line.bytes]
@@ -132,18 +133,38 @@ def _message(device: Device, event: OomEvent) -> str:
     alive = max(0, held.left_bytes - report.free_bytes)
     allocated = held.tensors_bytes + held.kv_pool_bytes + held.private_bytes + alive
     unallocated = held.stuck_bytes + held.pending_bytes
-    others = f"Process {OTHER_PROCESS} has {size_text(held.others_bytes)} memory in use. " if held.others_bytes else ""
-    pools = (
-        f"with {size_text(held.private_bytes)} allocated in private pools (e.g., CUDA Graphs), "
-        if held.private_bytes
-        else ""
+    return torch_message(
+        tried_bytes=report.requested_bytes,
+        total_bytes=device.total_bytes,
+        free_bytes=report.free_bytes,
+        allocated_bytes=allocated,
+        unallocated_bytes=unallocated,
+        non_torch_bytes=held.non_torch_bytes,
+        others_bytes=held.others_bytes,
+        private_bytes=held.private_bytes,
     )
+
+
+def torch_message(
+    *,
+    tried_bytes: int,
+    total_bytes: int,
+    free_bytes: int,
+    allocated_bytes: int,
+    unallocated_bytes: int,
+    non_torch_bytes: int,
+    others_bytes: int,
+    private_bytes: int,
+) -> str:
+    """The message of PyTorch's allocator with these figures. **Source:** c10/cuda/CUDACachingAllocator.cpp, 2.2 and later."""
+    others = f"Process {OTHER_PROCESS} has {size_text(others_bytes)} memory in use. " if others_bytes else ""
+    pools = f"with {size_text(private_bytes)} allocated in private pools (e.g., CUDA Graphs), " if private_bytes else ""
     return (
-        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size_text(report.requested_bytes)}. GPU 0 has a total "
-        f"capacity of {size_text(device.total_bytes)} of which {size_text(report.free_bytes)} is free. {others}Including "
-        f"non-PyTorch memory, this process has {size_text(allocated + unallocated + held.non_torch_bytes)} memory in use. Of the "
-        f"allocated memory {size_text(allocated)} is allocated by PyTorch, {pools}and {size_text(unallocated)} is reserved by "
-        "PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size_text(tried_bytes)}. GPU 0 has a total "
+        f"capacity of {size_text(total_bytes)} of which {size_text(free_bytes)} is free. {others}Including "
+        f"non-PyTorch memory, this process has {size_text(allocated_bytes + unallocated_bytes + non_torch_bytes)} memory in use. Of "
+        f"the allocated memory {size_text(allocated_bytes)} is allocated by PyTorch, {pools}and {size_text(unallocated_bytes)} is "
+        "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
         "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
     )
 

@@ -55,6 +55,11 @@ def run_world(
     """
     if replicas < 1:
         raise ConfigError(f"replicas is {replicas}; there must be at least 1")
+    if config.async_scheduling and any(spec.forking is not None for spec in requests):
+        raise ConfigError(
+            "async_scheduling plans a step before the one that decides which sequence goes on as a copy of which is over; "
+            "turn it off, or let samples and beams not fork"
+        )
     if max_concurrency is not None and max_concurrency < 1:
         raise ConfigError(f"max_concurrency is {max_concurrency}; it must be at least 1")
     if router not in ROUTERS:
@@ -86,8 +91,14 @@ def run_world(
         recorders.append(recorder)
     route = ROUTERS[router]()
 
+    placed: dict[str, Replica] = {}  # the samples of one request go where its first one went
+
     def send(spec: RequestSpec) -> None:
-        server = servers[route(spec, servers)]
+        server = placed.get(spec.sample_of)
+        if server is None:
+            server = servers[route(spec, servers)]
+            if spec.sample_of:
+                placed[spec.sample_of] = server
         server.submit(spec)
         if spec.timeout_s is not None or spec.cancel_after_s is not None:
             env.process(patience(env, spec, server.abort))
