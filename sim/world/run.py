@@ -55,11 +55,6 @@ def run_world(
     """
     if replicas < 1:
         raise ConfigError(f"replicas is {replicas}; there must be at least 1")
-    if config.async_scheduling and any(spec.forking is not None for spec in requests):
-        raise ConfigError(
-            "async_scheduling plans a step before the one that decides which sequence goes on as a copy of which is over; "
-            "turn it off, or let samples and beams not fork"
-        )
     if max_concurrency is not None and max_concurrency < 1:
         raise ConfigError(f"max_concurrency is {max_concurrency}; it must be at least 1")
     if router not in ROUTERS:
