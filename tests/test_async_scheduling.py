@@ -10,6 +10,7 @@ import sim
 from experiments.cli import main
 from sim.core.clock import FS_PER_S
 from sim.core.request import Outcome
+from sim.scenario import ScenarioError
 
 SECOND = FS_PER_S
 
@@ -227,5 +228,5 @@ def test_the_flag_goes_both_ways_as_in_vllm(tmp_path, capsys):
 
 def test_beams_cannot_be_planned_ahead():
     """Which sequence goes on as a copy of which is known when a step is over, not when it starts."""
-    with pytest.raises(sim.ScenarioError, match="async_scheduling plans the next step before that is known"):
+    with pytest.raises(ScenarioError, match="async_scheduling plans the next step before that is known"):
         sim.simulate(SMALL.with_(n=2, fork_samples=True, async_scheduling=True))
