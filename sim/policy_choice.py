@@ -11,7 +11,7 @@ from sim.core.admission import Admission, Every
 from sim.core.batching import Batching, BatchLimits, check_batching
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.ladder import LadderConfig, Rung, check_ladder, standard_ladder
-from sim.core.policies import PRESETS
+from sim.core.policies import PRESETS, MaxInFlight, MaxQueuedTokens
 from sim.core.policy import Policy
 
 from .scenario_errors import ScenarioError
@@ -43,9 +43,34 @@ def choose_policy(
         policy = replace(policy, ladder=standard_ladder(**limit, guard_priority=table["guard_priority"]))
     if policy.ladder is not None:
         check_ladder(policy.ladder, swap=policy.swap)
+    policy = _with_front_door(policy, table)
     if table["admission"] is not None:
         policy = replace(policy, admission=_with_plug_in(policy.admission, table["admission"]))
     return config, policy
+
+
+def _with_front_door(policy: Policy, table: Mapping[str, Any]) -> Policy:
+    """The limits on what may be in the engine, asked after the preset's admission."""
+    requests, tokens, displace = (
+        table[key] for key in ("max_num_queued_reqs", "max_num_queued_tokens", "displace_queued")
+    )
+    if displace and requests is None:
+        raise ConfigError(
+            "displace_queued lets important requests into a full queue, but no queue is full: set max_num_queued_reqs"
+        )
+    if requests is None and tokens is None:
+        return policy
+    preset = policy.admission
+
+    def admission(config: EngineConfig) -> Admission:
+        doors: list[Admission] = [preset(config)]
+        if tokens is not None:
+            doors.append(MaxQueuedTokens(tokens))
+        if requests is not None:
+            doors.append(MaxInFlight(requests, displace=displace))
+        return Every(doors)
+
+    return replace(policy, admission=admission)
 
 
 def _with_batching(policy: Policy, table: Mapping[str, Any]) -> Policy:

@@ -106,6 +106,18 @@ class PolicyTable(Table):
         ge=0,
         description="KV blocks in CPU memory; above 0, preempted requests are saved there instead of recomputed",
     )
+    max_num_queued_reqs: int | None = Field(
+        None,
+        ge=0,
+        description="most requests in the engine, running and waiting; who finds it full is told when to come back",
+    )
+    max_num_queued_tokens: int | None = Field(
+        None, ge=0, description="prompt tokens in the queue from which on nobody enters; the same"
+    )
+    displace_queued: bool = Field(
+        False,
+        description="an arrival that finds max_num_queued_reqs takes the place of a less important one that waits",
+    )
     batching: Literal["mixed", "prefill_first", "decode_first", "static"] | None = Field(
         None, description="what may share a step; default: as the preset has it"
     )
@@ -240,6 +252,9 @@ SWITCHES_BOTH_WAYS = frozenset({"async_scheduling"})
 KEYS_WITHOUT_FLAG = frozenset(
     {
         "eviction",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "displace_queued",
         "batching",
         "max_prefill_tokens",
         "max_prefill_seqs",

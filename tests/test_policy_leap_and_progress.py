@@ -24,6 +24,7 @@ from sim.core.policies import (
     ContiguousReservation,
     FairQueue,
     FullReservation,
+    LoraSlots,
     MaxInFlight,
     MaxKvBlocks,
     MaxQueuedTokens,
@@ -40,7 +41,7 @@ from sim.core.policies import (
 )
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import VICTIMS
-from sim.core.request import Outcome, RequestSpec
+from sim.core.request import Namespace, Outcome, RequestSpec
 from sim.core.waiting import aging_queue, priority_queue
 from sim.costs.constant import FixedCost
 from sim.results.recorder import RunRecord
@@ -75,6 +76,8 @@ POLICIES: dict[str, Policy] = {
     "PriorityShares": Policy(
         admission=gated(lambda config: PriorityShares(config, {0: 0.3, 1: 0.3})), queue=priority_queue
     ),
+    "LoraSlots": Policy(admission=gated(lambda config: LoraSlots(1, give_up_after_s=0.1))),
+    "LoraSlots, by fair share": Policy(admission=gated(lambda config: LoraSlots(1)), queue=FairQueue),
     "aging": Policy(queue=aging_queue(10**14)),
     "shortest predicted": Policy(queue=shortest_predicted_queue),
     "fair share": Policy(queue=FairQueue),
@@ -126,6 +129,7 @@ def loads(draw: st.DrawFn, most: int = 10) -> tuple[RequestSpec, ...]:
                 tenant=draw(st.sampled_from("abc")),
                 content_ids=tuple("xyz"[:shared]),
                 content_block_tokens=8 if shared else 0,
+                namespace=Namespace(lora=draw(st.sampled_from(["", "", "l", "m"]))),
                 cancel_after_s=None if patience is None else patience * TICK_S,
             )
         )

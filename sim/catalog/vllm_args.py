@@ -104,6 +104,8 @@ _VALUED: dict[str, Callable[[str], Setting]] = {
     "--max-num-batched-tokens": _integer(1),
     "--scheduling-policy": _choice("fcfs", "priority"),
     "--watermark": _watermark,
+    "--max-num-queued-reqs": _integer(0),
+    "--max-num-queued-tokens": _integer(0),
     "--seed": _integer(0),
 }
 _SWITCHES = (
@@ -128,8 +130,8 @@ _IGNORED_WITH_VALUE = (
     "--tool-call-parser", "--reasoning-parser", "--generation-config", "--hf-overrides", "--limit-mm-per-prompt",
     "--max-logprobs", "--distributed-executor-backend", "--swap-space", "--cpu-offload-gb", "--kv-offloading-size",
     "--kv-offloading-backend", "--kv-transfer-config", "--speculative-config", "--compilation-config",
-    "--prefix-caching-hash-algo", "--max-num-scheduled-tokens", "--max-num-active-seqs", "--max-num-queued-reqs",
-    "--max-num-queued-tokens", "--long-prefill-token-threshold", "--stream-interval", "--scheduler-cls",
+    "--prefix-caching-hash-algo", "--max-num-scheduled-tokens", "--max-num-active-seqs",
+    "--long-prefill-token-threshold", "--stream-interval", "--scheduler-cls",
     "--max-cudagraph-capture-size", "--optimization-level", "--lora-modules", "--max-loras", "--max-lora-rank",
     "--rope-scaling", "--rope-theta", "--config-format", "--override-generation-config", "--max-seq-len-to-capture",
     "--max-parallel-loading-workers", "--api-server-count", "--data-parallel-backend", "--attention-backend",

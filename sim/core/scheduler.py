@@ -12,11 +12,12 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import chain
 
-from .admission import Admission, Rejection
+from .admission import Admission, Deferral, Rejection
 from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_decodes, rest_prompts
 from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
 from .decode import DecodeSet
+from .deferral import QueueWithAside
 from .draft import Draft, Share
 from .families import Families
 from .groups import GroupTables
@@ -52,6 +53,8 @@ class Scheduler:
         """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
         self.cpu_pool = BlockPool(config.num_cpu_blocks)
         self.decode = DecodeSet(config.block_size, config.slots_per_block, config.slots_per_token)
+        self.requests: dict[str, Request] = {}
+        """Everybody in the system, by name; the engine keeps it."""
         self.running: dict[int, Request] = {}
         """Admitted requests by admission order; the oldest comes first."""
         self.catching_up: dict[int, Request] = {}
@@ -80,6 +83,10 @@ class Scheduler:
         self.drain = DrainMeter()
         self.view = EngineView(self)
         self.waiting = policy.queue(self.view)
+        self.aside: QueueWithAside | None = None
+        """The queue once more, if the admission policy sets requests aside."""
+        if admission.may_defer:
+            self.waiting = self.aside = QueueWithAside(self.waiting)
         self._running_changes = 0
         self.backlog_tokens = 0
         """Prompt tokens of all requests that have not got their first token."""
@@ -368,6 +375,8 @@ class Scheduler:
         while self.swapped and not is_paused(self, self.swapped[0]):
             if not draft.budget or len(self.running) >= slots or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
+        if self.aside is not None and draft.budget and len(self.running) < slots:
+            self.aside.begin_round()
         while draft.budget and len(self.running) < slots:
             request = self.waiting.head()
             if request is None or not self._try_start(request, draft, now_fs):
@@ -425,7 +434,12 @@ class Scheduler:
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, self.holdings.prompt_blocks(request, hits))
-        said = self._admission.may_start(request, need, self.view_at(now_fs))
+        said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, self.view_at(now_fs))
+        if isinstance(said, Deferral):
+            assert self.aside is not None  # `may_defer` promised it
+            said = self.aside.set_aside(request, said, self.view.now_fs)
+            if said is None:
+                return True
         if isinstance(said, Rejection):
             self.waiting.pop()
             draft.turned_away.append((request, said))
