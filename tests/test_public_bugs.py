@@ -3,6 +3,7 @@
     row  test
     B01  test_b01_a_prompt_that_can_never_fit_is_rejected_and_the_next_one_runs
     B02  test_b02_gate_and_sizer_share_one_cap_and_the_predictor_is_the_allocator
+    B06  test_deferral.py: test_b06_four_deferred_requests_take_none_of_four_slots, and what follows it there
     B07  test_b07_…: the gate turned off thrashes, turned on waits
     B10  test_b10_…: seen at arrival, or failed alone with its numbers
     B11  test_b11_…: the hit of a repeated prompt is capped below its length
@@ -13,17 +14,16 @@
     B19  test_b19_preemptions_per_request_stay_few
     B20  test_b20_a_refused_admission_leaves_its_hits_alone
     B21  test_b21_…: null blocks cost nothing; what was evicted is not found
-    B24  test_b24_late_output_of_an_aborted_request_is_ignored_and_its_blocks_return_once
+    B24  test_b24_late_output_of_an_aborted_request_is_ignored_and_its_blocks_return_once, and with two steps in flight:
+         test_b24_aborted_after_the_next_step_was_planned_it_is_freed_once_and_late
     B25  test_b25_aborted_in_their_last_step_they_count_as_aborted_and_free_at_once
     B28  test_b28_all_sequences_that_share_a_prompt_return_it (tables; the engine has no n > 1)
     B29  test_b29_the_books_name_what_is_missing
     B31  test_b31_what_has_finished_is_no_victim
     B47  test_b47_a_lora_and_a_salt_of_one_name_share_nothing
 
-Rows that wait for a later capability:
-    B03, B04, B23, B26   asynchronous loads and stores, a CPU tier       B06   requests deferred for a reason
-    B09                  swapping                                        B16, B17   policies that reserve, or over-commit, output
-    B48, B50             limits at the front door; the ladder            B33 to B45   real memory, and its diagnosis
+Rows with tests elsewhere: B09 test_real_bugs.py and test_policy_presets.py; B16, B17, B50 test_policy_presets.py; B48
+test_policy_retry_after.py; B03, B04, B23, B26 belong to asynchronous loads and stores; B33 to B45 to real memory and its diagnosis.
 """
 
 from __future__ import annotations
@@ -329,6 +329,29 @@ def test_b24_late_output_of_an_aborted_request_is_ignored_and_its_blocks_return_
     assert not engine.abort("r")
     with pytest.raises(DoubleFreeError, match=r"first by r \(aborted\), now by a late connector"):
         engine.pool.release(blocks, "a late connector")
+    assert engine.pool.num_free == 8
+
+
+def test_b24_aborted_after_the_next_step_was_planned_it_is_freed_once_and_late(drive):
+    """The row's own case: two steps in flight. Aborted in step 1, when step 2 has been planned with it: its client hears at once, its
+    blocks return once, when step 2, which still writes them, is done; both outputs that come for it are dropped."""
+    engine = drive(num_gpu_blocks=8, block_size=4, async_scheduling=True)
+    request = engine.add("r", 8, output_tokens=10)
+    engine.add("other", 4, output_tokens=10)
+    engine.step()
+    plan = engine.plan(max_repeat=1)
+    engine.now_fs += 1
+    assert engine.abort("r")
+    engine.commit(plan, stopped=("r",))
+    assert [ended.request_id for ended in engine.ended] == ["r"]
+    late = engine.plan(max_repeat=1)
+    assert {share.request_id for share in late.scheduled(0)} == {"r", "other"}
+    assert engine.pool.num_owned == 3 + 2
+    engine.commit(late, stopped=("r",))
+    assert engine.pool.num_owned == 2
+    engine.run()
+    assert [name for entry in engine.log for name, _ in entry["released"]].count("r") == 1
+    assert (request.outcome, request.num_output_tokens) == (Outcome.ABORTED, 1)
     assert engine.pool.num_free == 8
 
 
