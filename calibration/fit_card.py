@@ -16,14 +16,14 @@ from sim.catalog.models import model_shape
 from sim.costs.compose import matrices
 
 from .attention import fit_attention, judge_attention
-from .document import HOST_STATED, PADDED_SIZES, document, taken_samples
+from .document import HOST_STATED, PADDED_SIZES, document, uncertainty
 from .errors import CalibrationError
 from .fit_model import attention_json, catalogue_name, skew_table
 from .gemm import WIDTHS
 from .readers.aiconfigurator import HEAD_DIM
 from .readers.llmservingsim import LICENCE, SOURCE, KernelProfile
 from .skew import skew_terms
-from .split import error_summary, residual_samples
+from .split import judged as judged_term
 from .tent import Array, robust_nonnegative
 
 MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -57,7 +57,9 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
     unequal = next((table for table in map(skew_table, sources) if table is not None), None)
     skew, _ = skew_terms(unequal)
     one = [_at_one_token(source) for source in sources]
-    samples, intervals = taken_samples({"held_out_gemm_bfloat16": gemm_error} | judged[0])
+    known = uncertainty({"held_out_gemm_bfloat16": gemm_error} | judged[0])
+    for other in judged[1:]:
+        uncertainty(other)  # taken out of their errors too
     whole = [gemm_error, *(part["held_out"] for part in judged)]
     return document(
         name=device.name,
@@ -93,8 +95,7 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             },
             "end_to_end": "not yet judged end to end",
         },
-        intervals=intervals,
-        samples=samples,
+        **known,
         identifiability=[
             f"matrices of {len(shapes)} shapes were timed: others are priced by their size alone, whatever their proportions",
             "no collective was timed: tensor parallelism is refused",
@@ -148,8 +149,7 @@ def _gemm(sizes: Array, times: dict[int, Array]) -> tuple[Array, dict[str, Any]]
             values = robust_nonnegative(design[kept], times[count][kept]).values
             predicted.append(float(design[out] @ values))
             measured.append(float(times[count][out]))
-    off = np.asarray(predicted), np.asarray(measured)
-    return fitted, error_summary(*off) | {"samples": residual_samples(*off, MATRICES_OF_A_LAYER)}
+    return fitted, judged_term(np.asarray(predicted), np.asarray(measured), MATRICES_OF_A_LAYER)
 
 
 def _table(fitted: Array) -> list[list[list[float]]]:

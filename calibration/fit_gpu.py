@@ -10,12 +10,12 @@ import numpy.typing as npt
 from sim.catalog.gpus import gpu
 
 from .attention import TOGETHER, decode_features
-from .document import HOST_STATED, PADDED_SIZES, document, pooled, taken_samples
+from .document import HOST_STATED, PADDED_SIZES, document, pooled, uncertainty
 from .errors import CalibrationError
 from .field import at, fit_field
 from .gemm import MAX_TOKENS, fit_gemm
 from .readers.aiconfigurator import HEAD_DIM, LICENCE, SOURCE, KernelTables
-from .split import error_summary, held_out_mask, residual_samples
+from .split import error_summary, held_out_mask, judged
 from .tent import Array, robust_nonnegative
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
     attention, attention_errors = _attention(source, device.l2_cache_bytes)
     error |= attention_errors
     kernel = "FlashAttention 3" if device.architecture == "hopper" else "FlashAttention 2"
-    whole = pooled([part for key, part in error.items() if "off" in part])
-    samples, intervals = taken_samples(error)
+    known = uncertainty(error)
     return document(
         name=device.name,
         kind="gpu",
@@ -83,12 +82,11 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
         padded_sizes=list(PADDED_SIZES),
         range={"max_tokens": MAX_TOKENS, "max_seqs": SEQS[-1], "max_context_tokens": KV[-1]},
         error={
-            "held_out": whole,
+            "held_out": pooled(known["residuals"]),
             **error,
             "end_to_end": "not yet judged end to end",
         },
-        intervals=intervals,
-        samples=samples,
+        **known,
         identifiability=[
             "attention of a chunk over tokens cached before it was not timed: derived from the rate of long prompts and how many "
             "multiprocessors the chunk fills",
@@ -146,12 +144,7 @@ def _attention(source: KernelTables, l2_bytes: int) -> tuple[list[dict[str, Any]
     ):
         if held[kind]:
             predicted, measured = (np.concatenate(side) for side in zip(*held[kind], strict=True))
-            errors[name] = error_summary(predicted, measured)
-            if kind != "axis":
-                errors[name] |= {
-                    "samples": residual_samples(predicted, measured, TOGETHER),
-                    "off": predicted / measured - 1,
-                }
+            errors[name] = error_summary(predicted, measured) if kind == "axis" else judged(predicted, measured, TOGETHER)
     return entries, errors
 
 

@@ -65,7 +65,6 @@ def composed_terms(
     vocabulary = -(-model.vocab_size // tp)
     sampler_s = float(kernels["sampler_us"]) * _US
     attention = _attention(profile, kernels, model.attention[0], tp, kv_cache_dtype, device, notes)
-    step_s, seq_s = profile.host_s()
     return StepTerms(
         dense=Line(tuple(map(float, tokens)), _padded_where_cheaper([dense_s(count) for count in tokens])),
         rows=Line(
@@ -89,8 +88,7 @@ def composed_terms(
         mixed_skew=_skew(kernels, "mixed_skew", model.attention[0].kv_heads_per_rank(tp)),
         chunk_launch_s=layers * attention.prefill.z[0][0],
         gap_s=profile.gap_s(layers, tp),
-        step_s=step_s,
-        seq_s=seq_s,
+        **profile.host_s(),
         samples=samples(profile, f"gemm_{dtype}"),
         padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
         max_tokens=int(limits["max_tokens"]),
