@@ -187,14 +187,20 @@ def _judge_line(curve: _Dense) -> dict[str, Any]:
     return judged(np.interp(curve.tokens[held], knots, values), curve.time_us[held])
 
 
-def _stated_all_reduce(hidden_size: int, layers: int, ranks: int) -> dict[str, Any]:
-    """Two all-reduces a layer: 20 us, and `2 (ranks - 1) / ranks` times the hidden states at 16 GB/s.
+STATED_LATENCY_US, STATED_BYTES_PER_S = 20.0, 16e9
+"""An all-reduce over PCIe: the configuration with which the authors of the tables simulate their host; nobody measured it."""
 
-    **Source:** the configuration with which the authors of the tables simulate this host; nobody measured it.
-    """
+
+def stated_all_reduce_us(ranks: int, size_bytes: int) -> float:
+    """One all-reduce: a latency, and `2 (ranks - 1) / ranks` times the message."""
+    return STATED_LATENCY_US + 2 * (ranks - 1) / ranks * size_bytes / STATED_BYTES_PER_S * 1e6
+
+
+def _stated_all_reduce(hidden_size: int, layers: int, ranks: int) -> dict[str, Any]:
+    """Two all-reduces a layer over the hidden states."""
     tokens = [1, 64, 512, 2048]
-    per_token_us = 2 * (ranks - 1) / ranks * hidden_size * 2 / 16e9 * 1e6
-    return {"tokens": tokens, "us": [round(2 * layers * (20.0 + per_token_us * count), 2) for count in tokens]}
+    times = [2 * layers * stated_all_reduce_us(ranks, hidden_size * 2 * count) for count in tokens]
+    return {"tokens": tokens, "us": [round(time, 2) for time in times]}
 
 
 def catalogue_name(product: str) -> str:
