@@ -54,7 +54,8 @@ def run(
             raise
         if profile_draws:
             progress.say(f"simulating {profile_draws} draws of the profile")
-            result.summary["prediction_intervals"] = prediction_intervals(scenario, profile_draws)
+            summary: Any = result.summary
+            summary["prediction_intervals"] = prediction_intervals(scenario, profile_draws)
     written = _write(result, out, html) + [path for path in (decision_log, memory_snapshot) if path is not None]
     if json:
         print_json(result.summary)

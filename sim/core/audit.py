@@ -45,6 +45,6 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     )
     if decode.filled_slots != filled:
         raise IntegrityError(f"the decode set has {filled} filled slots, {decode.filled_slots} are counted")
-    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped)
+    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held
     if in_system != num_unfinished:
         raise IntegrityError(f"{num_unfinished} requests are in the system, but {in_system} are running or waiting")

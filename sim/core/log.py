@@ -17,13 +17,16 @@ class Decisions:
     swapped_out: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     swapped_in: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
+    forked: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    """As `StepPlan.forks`."""
     released: list[tuple[str, list[int]]] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     ladder: list[tuple[str, str]] = field(default_factory=list)
 
     def entry(self, step: int, scheduled: list[tuple[str, int, list[int]]]) -> dict[str, object]:
-        """The log entry of `step`; keys and order are those of the decision-log format."""
+        """The log entry of `step`; keys and order are those of the decision-log format, and `forked` when something was."""
+        forked = {"forked": [(child, source) for child, source, _ in self.forked]} if self.forked else {}
         return {
             "step": step,
             "scheduled": scheduled,
@@ -35,6 +38,7 @@ class Decisions:
             "admitted": self.admitted,
             "rejected": self.rejected,
             "ladder": self.ladder,
+            **forked,
         }
 
     @property
@@ -45,6 +49,7 @@ class Decisions:
             or self.swapped_out
             or self.swapped_in
             or self.copied
+            or self.forked
             or self.released
             or self.admitted
             or self.rejected
