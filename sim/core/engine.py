@@ -276,6 +276,8 @@ class EngineCore:
         if lag is not None and (after_pause or lag.has_news):
             room = None
         step, shape = self._step, shape_of(draft, scheduler, self._decisions)
+        if scheduler.knobs.passes > 1:
+            shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
             repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
