@@ -517,8 +517,7 @@ class EngineCore:
                 decisions.released.append((child.request_id, fork.released))
             if fork.started:
                 decisions.admitted.append(child.request_id)
-            shared = tuple(child.table.blocks) if fork.shares else ()
-            decisions.forked.append((child.request_id, fork.source.request_id, shared))
+            decisions.forked.append((child.request_id, fork.source.request_id, fork.shared))
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         lag = self._lag
