@@ -232,7 +232,9 @@ def rungs(draw: st.DrawFn) -> Rung:
         on=on,
         off=on * draw(st.sampled_from([1.0, 0.5])),
         hold_s=draw(st.sampled_from([0.0, 20 * TICK_S])),
-        value={"shrink_step": 0.5, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(action, 0.0),
+        value={"shrink_step": 0.5, "micro_batch": 3, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(
+            action, 0.0
+        ),
     )
 
 

@@ -290,6 +290,8 @@ class EngineCore:
         if lag is not None and (after_pause or lag.has_news):
             room = None
         step, shape = self._step, shape_of(draft, scheduler, self._decisions)
+        if scheduler.knobs.passes > 1:
+            shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
             repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
@@ -530,8 +532,7 @@ class EngineCore:
                 decisions.released.append((child.request_id, fork.released))
             if fork.started:
                 decisions.admitted.append(child.request_id)
-            shared = tuple(child.table.blocks) if fork.shares else ()
-            decisions.forked.append((child.request_id, fork.source.request_id, shared))
+            decisions.forked.append((child.request_id, fork.source.request_id, fork.shared))
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         lag = self._lag
