@@ -411,10 +411,10 @@ class Scheduler:
             request.scheduled_fs = now_fs
 
     def admits_copy(self, request: Request, now_fs: int) -> bool:
-        """Whether a request that would share another one's blocks, and need no more than one of its own next, may run now."""
+        """Whether a request that would share another one's blocks, and need one of its own in each group next, may run now."""
         if len(self.running) >= self.config.max_num_seqs or is_paused(self, request):
             return False
-        return self._admission.may_start(request, 1, self.view_at(now_fs)) is True
+        return self._admission.may_start(request, len(self.config.groups), self.view_at(now_fs)) is True
 
     def catch_up(self, request: Request) -> None:
         """A running request has left the decode set, or got other blocks: it is served by itself in the next step."""
