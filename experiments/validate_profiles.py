@@ -61,7 +61,7 @@ def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
     embedded = fitted_cost(case.profile, model, device, tensor_parallel_size=ranks)
     return {
         KERNELS_ONLY: corrected(embedded, Correction()),
-        f"profile, with stated gaps of {embedded.terms.step_s * 1e3:.2f} ms a step": embedded,
+        f"profile, with stated gaps of {embedded.terms.gap_s * 1e3:.2f} ms a step": embedded,
         "roofline": Roofline(model, device, tensor_parallel_size=ranks),
         **(
             {
@@ -95,7 +95,9 @@ def first_requests_correction(run: RecordedRun) -> tuple[str, FittedProfile]:
     def of(source: RecordedRun | SimulatedRun) -> Array:
         return np.asarray([np.nanmedian(values[:HOST_REQUESTS]) for values in (source.tpot_s, source.ttft_s)])
 
-    fit = fit_correction(lambda times: of(simulate_requests(scenario, run.requests, corrected(kernels, times))), of(run))
+    fit = fit_correction(
+        lambda times: of(simulate_requests(scenario, run.requests, corrected(kernels, times))), of(run)
+    )
     return f"corrected on the first {HOST_REQUESTS} requests: {text(fit.found)}", corrected(kernels, fit.found)
 
 

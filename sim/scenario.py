@@ -280,7 +280,7 @@ def _check_choices(policy: PolicyTable, run: RunTable, label: _Label) -> None:
                 f"{label('run', 'device_limit_bytes')} limits the CPU, but the device is {run.device!r}; a GPU has its own limit"
             )
         return
-    for key in ("micro_batch_tokens", "device_limit_bytes"):
+    for key in ("micro_batch_tokens", "device_limit_bytes", "workspace_bytes"):
         if getattr(run, key) is not None:
             raise ScenarioError(
                 f"{label('run', key)} is for executor torch, but executor {run.executor} computes nothing on a device; leave it out"

@@ -192,6 +192,9 @@ class RunTable(Table):
         None,
         description="let steps fail that need more memory than the account leaves; default: unless the pool alone is more than the GPU",
     )
+    workspace_bytes: int | None = Field(
+        None, ge=1, description="workspace of executor torch; default: what the largest step needs"
+    )
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="executor torch: most tokens of one forward pass; a step of more is computed in several"
     )
@@ -255,6 +258,7 @@ KEYS_WITHOUT_FLAG = frozenset(
         "output_tokens",
         "spread_ticks",
         "memory_limit",
+        "workspace_bytes",
         "micro_batch_tokens",
         "device_limit_bytes",
         "faults",

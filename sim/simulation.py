@@ -154,7 +154,7 @@ def simulate(
     )
     facts = provenance(resolved, profile=prices.name if executor is None else "measured", replication=replication)
     if ran is not None:
-        summary["executors"] = facts["executors"] = ran.report()
+        summary["executors"] = ran.report()
     return Result(
         summary=summary,
         request_columns=requests,
@@ -319,4 +319,3 @@ def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
 
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:
     return (given[0], given[1]) if isinstance(given, list) else given
-

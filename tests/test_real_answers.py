@@ -66,6 +66,8 @@ def scenarios(draw: st.DrawFn) -> SmallScenario:
     """Those requests, and an engine with too few blocks for them."""
     window = draw(st.sampled_from((None, None, None, 5, 8)))
     tokens = draw(st.integers(3, 40))
+    drawn = draw(requests())
+    forks = any(spec.forking is not None for spec in drawn)
     engine = EngineConfig(
         num_gpu_blocks=draw(st.integers(12, 20)),
         block_size=BLOCK_SIZE,
@@ -78,10 +80,10 @@ def scenarios(draw: st.DrawFn) -> SmallScenario:
         sliding_window=window,
         num_cpu_blocks=draw(st.sampled_from((0, 0, 3, 8, 24))),
         watermark=draw(st.sampled_from((0.0, 0.1))),
-        async_scheduling=draw(st.booleans()),
+        async_scheduling=not forks and draw(st.booleans()),  # what forks cannot be planned ahead
     )
     return SmallScenario(
-        name="drawn", requests=draw(requests()), engine=engine, shape=windowed(window), seed=draw(st.integers(0, 3))
+        name="drawn", requests=drawn, engine=engine, shape=windowed(window), seed=draw(st.integers(0, 3))
     )
 
 
