@@ -104,6 +104,11 @@ class Scheduler:
             )
         return self._admission.steady and self.waiting.steady
 
+    @property
+    def prompts_first(self) -> bool:
+        """Whether the waiting are tried before the running take their blocks."""
+        return self._policy.batching is Batching.PREFILL_FIRST
+
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
