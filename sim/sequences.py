@@ -50,7 +50,7 @@ def _check(forking: Forking, preset: str, config: EngineConfig) -> None:
         )
     if config.async_scheduling:
         raise ScenarioError(
-            f"{what} fork when a step is over, but with [engine] async_scheduling the next one is planned before that; leave one of them out"
+            f"{what} fork when a step is over, but with [engine] async_scheduling the next one is planned before that; give one of them"
         )
     if forking.width > config.max_num_seqs:
         raise ScenarioError(
