@@ -119,6 +119,11 @@ class Scheduler:
             )
         return self._admission.steady and self.waiting.steady
 
+    @property
+    def prompts_first(self) -> bool:
+        """Whether the waiting are tried before the running take their blocks."""
+        return self._policy.batching is Batching.PREFILL_FIRST
+
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
@@ -479,10 +484,10 @@ class Scheduler:
             request.scheduled_fs = now_fs
 
     def admits_copy(self, request: Request, now_fs: int) -> bool:
-        """Whether a request that would share another one's blocks, and need no more than one of its own next, may run now."""
+        """Whether a request that would share another one's blocks, and need one of its own in each group next, may run now."""
         if len(self.running) >= self.config.max_num_seqs or is_paused(self, request):
             return False
-        return self._admission.may_start(request, 1, self.view_at(now_fs)) is True
+        return self._admission.may_start(request, len(self.config.groups), self.view_at(now_fs)) is True
 
     def catch_up(self, request: Request) -> None:
         """A running request has left the decode set, or got other blocks: it is served by itself in the next step."""
