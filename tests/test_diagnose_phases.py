@@ -118,6 +118,8 @@ CARD = card(47.53, 9800.0, use(36.10))
     [
         (f"limit_mm_per_prompt={{image:10,video:1}}\nTried to allocate 12.50 GiB. {CARD}", Phase.PROFILING, Cause.TRANSIENT_PEAK),
         (f"VRAM grows steadily; in the end: Tried to allocate 148.00 MiB. {card(79.1, 100)}", Phase.AFTER_RELEASE, Cause.LEAK),
+        (f"_scaled_dot_product_attention_math\nTried to allocate 4.00 GiB. {CARD}", Phase.PREFILL, Cause.KERNEL_FALLBACK),
+        (f"attention falls back to eager attention\nTried to allocate 4.00 GiB. {CARD}", Phase.PREFILL, Cause.KERNEL_FALLBACK),
         ("llama_kv_cache_init: failed to allocate buffer for kv cache", Phase.START_UP, Cause.KV_CAPACITY),
         ("llama_model_load: error loading model: unable to allocate CUDA0 buffer", Phase.LOADING, Cause.WEIGHTS),
         ("graph_reserve: failed to allocate compute buffers", Phase.PROFILING, Cause.TRANSIENT_PEAK),

@@ -12,7 +12,17 @@ from dataclasses import replace
 
 from .case import Candidate, Case
 from .diagnosis import Cause, Fix, Phase
-from .fix_effects import fewer, flag, ledger_with, less_utilization, line_bytes, tokens_in, tokens_lost
+from .fix_effects import (
+    fewer,
+    fewer_at_once,
+    flag,
+    ledger_with,
+    less_utilization,
+    line_bytes,
+    separate_prefill,
+    tokens_in,
+    tokens_lost,
+)
 from .fix_texts import TEXTS
 from .fixes_allocator import THE_ALLOCATOR_S, allocator, fragmentation, pending
 from .sizes import GIB, MIB, show
@@ -86,6 +96,8 @@ def _peak(case: Case, verdict: Candidate) -> Iterator[Fix]:
             known.max_num_batched_tokens or (8192 if known.shape else None),
             256,
         )
+    if case.phase is Phase.PREFILL:
+        yield from separate_prefill(case)
     if case.oom is not None:
         yield from less_utilization(case)
 
@@ -195,6 +207,7 @@ def _kv(case: Case, verdict: Candidate) -> Iterator[Fix]:
             basis="the automatic size ignores the device",
         )
     else:
+        yield from fewer_at_once(case)
         yield Fix(
             change="an admission limit on tokens (--max-num-seqs, --max-num-queued-reqs), so that waiting replaces failing",
             basis="the load is more than the pool holds",

@@ -39,6 +39,7 @@ RULES: tuple[Callable[[Case], Iterator[Verdict]], ...] = (
     rules_pool.said_to_grow,
     rules_text.failure_texts,
     rules_text.fixed_size,
+    rules_text.fallback_names,
     rules_account.account,
     rules_account.ordered_pool,
     rules_scheduler.scheduler_lines,
