@@ -187,7 +187,7 @@ def test_a_start_that_fails_leaves_a_log_that_is_diagnosed_right_and_made_into_a
 
 
 def test_every_cause_that_a_verdict_can_name_of_memory_is_provoked_here() -> None:
-    """KV that is copied or given back late, a scheduler that blocks or reserves, kernels and the host are no failures of a simulated GPU."""
+    """KV that is copied or given back late, a scheduler that blocks, kernels and the host are no failures of a simulated GPU."""
     provoked = {cause for _, cause, _, _ in (*FAILURES.values(), *STARTS.values())} | {"double release"}
     elsewhere = {
         Cause.KV_DUPLICATION, Cause.LATE_RELEASE, Cause.BLOCK_USE, Cause.RESERVATION, Cause.BLOCKED, Cause.KERNEL_LIMIT,
