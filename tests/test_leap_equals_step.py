@@ -15,7 +15,7 @@ from sim.catalog.gpus import GIB, gpu
 from sim.catalog.models import model_shape
 from sim.core.batching import check_batching
 from sim.core.clock import to_fs
-from sim.core.config import ConfigError, EngineConfig
+from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.eviction import EVICTIONS
 from sim.core.ladder import ACTIONS, LadderConfig, Rung
@@ -104,10 +104,11 @@ def everything(scenario: Scenario, *, stepping: bool, **hooks: object) -> dict[s
     """All that a run leaves behind, without what a clock on the wall says."""
     log: list[str] = []
     record = scenario.run(stepping=stepping, decision_log=lambda entry: log.append(json.dumps(entry)), **hooks)
-    bills = [bill_of(request, record.config.block_size) for request in record.requests]
+    slots_per_block = record.config.slots_per_block
+    bills = [bill_of(request, slots_per_block) for request in record.requests]
     used = [recorder.integrals for recorder in record.recorders]
     assert sum(bill.owed_fs for bill in bills) == sum(integrals.block_fs for integrals in used)
-    assert sum(bill.held_fs for bill in bills) * record.config.block_size == sum(whole.table_slots for whole in used)
+    assert sum(bill.held_fs for bill in bills) * slots_per_block == sum(whole.table_slots for whole in used)
     assert sum(bill.unfilled_slot_fs for bill in bills) == sum(integrals.unfilled_slots for integrals in used)
     summary = summarize(record, scenario={}, seed=0, version="", limits_s={"ttft": 0.1, "tpot": 0.02})
     del summary["core_time_s"], summary["wall_time_s"]
@@ -172,6 +173,16 @@ def request_lists(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
 
 
 @st.composite
+def attention(draw: st.DrawFn, block_size: int) -> dict[str, object]:
+    """One kind of layer, mostly; else two or three groups of layers that keep different tokens, in blocks of different sizes."""
+    if draw(st.sampled_from([True, True, False])):
+        return {"sliding_window": draw(st.sampled_from([None, None, None, 4, 9]))}
+    windows = st.sampled_from([None, 1, 4, 9, 20])
+    sizes = [block_size, *draw(st.lists(st.sampled_from([block_size, 2 * block_size]), min_size=1, max_size=2))]
+    return {"kv_groups": tuple(AttentionGroup(block_size=size, window=draw(windows)) for size in sizes)}
+
+
+@st.composite
 def configs(draw: st.DrawFn, *, cpu_blocks: Sequence[int] = (0,)) -> EngineConfig:
     """Engines from starved to comfortable."""
     chunked = draw(st.sampled_from([True, True, True, False]))
@@ -187,7 +198,7 @@ def configs(draw: st.DrawFn, *, cpu_blocks: Sequence[int] = (0,)) -> EngineConfi
         enable_chunked_prefill=chunked,
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
         reserve_full_prompt=draw(st.sampled_from([True, True, False])),
-        sliding_window=draw(st.sampled_from([None, None, None, 4, 9])),
+        **draw(attention(block_size)),
         num_cpu_blocks=draw(st.sampled_from(cpu_blocks)),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
         async_scheduling=draw(st.booleans()),

@@ -133,7 +133,7 @@ class EngineView:
         """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each, in every
         attention group.
         """
-        return 2 * len(self._scheduler.decode) * len(self._scheduler.config.groups)
+        return 2 * len(self._scheduler.decode) * self.num_groups
 
     @property
     def blocks_to_copy(self) -> int:
@@ -193,6 +193,11 @@ class EngineView:
         return not self._scheduler.holdings.windows
 
     @property
+    def num_groups(self) -> int:
+        """Attention groups: block tables that a request has."""
+        return len(self._scheduler.config.kv_groups) or 1
+
+    @property
     def decode_version(self) -> int:
         """Changes whenever a request starts or stops decoding; while it stands still, each of them gains a token a decode step."""
         return self._scheduler.decode.version
@@ -219,3 +224,7 @@ class EngineView:
     def blocks_to_finish(self, spec: RequestSpec | RunningView, output_tokens: int) -> int:
         """Blocks a request holds when it has produced `output_tokens` tokens, or, with a sliding window, the most it holds until then."""
         return self._scheduler.config.most_blocks(slots_needed(spec.input_tokens, max(output_tokens, 1)))
+
+    def decoding_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request holds while it decodes its last of `num_tokens` tokens, in all attention groups."""
+        return self._scheduler.config.blocks_at(num_tokens - 1, num_tokens)
