@@ -41,7 +41,11 @@ def uncertainty(error: dict[str, Any]) -> dict[str, Any]:
 
     Keys are terms: `held_out_decode` gives `decode`.
     """
-    parts = {key.removeprefix("held_out_"): part for key, part in error.items() if isinstance(part, dict) and "samples" in part}
+    parts = {
+        key.removeprefix("held_out_"): part
+        for key, part in error.items()
+        if isinstance(part, dict) and "samples" in part
+    }
     samples = {term: part.pop("samples") for term, part in parts.items()}
     return {
         "samples": samples,

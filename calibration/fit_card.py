@@ -76,7 +76,10 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             "stairs": True,
             "head_dim": HEAD_DIM,
             "all_reduce": {
-                str(ranks): {"bytes": list(MESSAGES), "us": [round(stated_all_reduce_us(ranks, size), 2) for size in MESSAGES]}
+                str(ranks): {
+                    "bytes": list(MESSAGES),
+                    "us": [round(stated_all_reduce_us(ranks, size), 2) for size in MESSAGES],
+                }
                 for ranks in several
             },
             "short_kernel_us": round(float(np.mean(one)), 3),

@@ -101,7 +101,9 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
                 if "left_out_up_to_bytes" in part
             ),
             *(
-                ["collectives over more than two GPUs are the stated constant of another PCIe host (16 GB/s and 20 us) where that is less"]
+                [
+                    "collectives over more than two GPUs are the stated constant of another PCIe host (16 GB/s and 20 us) where that is less"
+                ]
                 if device.link == "pcie"
                 else []
             ),
@@ -153,7 +155,9 @@ def _attention(source: KernelTables, l2_bytes: int) -> tuple[list[dict[str, Any]
     ):
         if held[kind]:
             predicted, measured = (np.concatenate(side) for side in zip(*held[kind], strict=True))
-            errors[name] = error_summary(predicted, measured) if kind == "axis" else judged(predicted, measured, TOGETHER)
+            errors[name] = (
+                error_summary(predicted, measured) if kind == "axis" else judged(predicted, measured, TOGETHER)
+            )
     return entries, errors
 
 

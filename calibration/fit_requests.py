@@ -47,7 +47,9 @@ def fit_requests(run: RecordedRun, scenario: Scenario, first: int, *, date: str,
     ahead = isinstance(prices, OverlappedHost)
     kernels = prices.inner if isinstance(prices, OverlappedHost) else prices
     if not isinstance(kernels, FittedProfile):
-        raise CalibrationError(f"prices {prices.name!r} are no fitted profile; choose one to correct, such as --profile auto")
+        raise CalibrationError(
+            f"prices {prices.name!r} are no fitted profile; choose one to correct, such as --profile auto"
+        )
 
     def simulated(times: Correction) -> SimulatedRun:
         cost: CostModel = corrected(kernels, times)
@@ -57,7 +59,9 @@ def fit_requests(run: RecordedRun, scenario: Scenario, first: int, *, date: str,
         return np.asarray([np.nanmedian(values[:first]) for values in (source.tpot_s, source.ttft_s)])
 
     fit = fit_correction(lambda times: of(simulated(times)), of(run))
-    base = chosen_profile(resolved["gpu"]["profile"], resolved.model, resolved.gpu, resolved["engine"]["tensor_parallel_size"])
+    base = chosen_profile(
+        resolved["gpu"]["profile"], resolved.model, resolved.gpu, resolved["engine"]["tensor_parallel_size"]
+    )
     document: dict[str, Any] = copy.deepcopy(dict(base.data))
     document["name"] = f"{base.name}.corrected"
     document["host"] = {
@@ -90,4 +94,6 @@ def _errors(run: RecordedRun, twin: SimulatedRun, first: int) -> dict[str, float
         name: float(np.nanmean(getattr(twin, f"{name}_s")[first:]) / np.nanmean(getattr(run, f"{name}_s")[first:]) - 1)
         for name in ("ttft", "tpot", "e2el")
     }
-    return {name: round(value, 5) for name, value in (found | {"makespan": twin.makespan_s / run.makespan_s - 1}).items()}
+    return {
+        name: round(value, 5) for name, value in (found | {"makespan": twin.makespan_s / run.makespan_s - 1}).items()
+    }

@@ -54,7 +54,9 @@ def fit_whole_steps(source: WholeSteps, *, date: str, command: str) -> dict[str,
     """The profile document. Raises: CalibrationError for too few steps of a kind; ConfigError for an unknown model or GPU."""
     for kind, count in (("prompt", source.prompt_us.size), ("decode", source.decode_us.size)):
         if count < LEAST_STEPS:
-            raise CalibrationError(f"{source.source}: {count} {kind} steps cannot identify their terms; at least {LEAST_STEPS} are needed")
+            raise CalibrationError(
+                f"{source.source}: {count} {kind} steps cannot identify their terms; at least {LEAST_STEPS} are needed"
+            )
     model, device = model_shape(source.model), gpu(source.gpu)
     knots = _Knots.of(source)
     design, time = knots.design(source), np.concatenate([source.prompt_us, source.decode_us])
@@ -107,19 +109,32 @@ def fit_whole_steps(source: WholeSteps, *, date: str, command: str) -> dict[str,
 class _Knots:
     tokens: tuple[float, ...]
     seqs: tuple[float, ...]
+    """Batches that were timed."""
+    read: tuple[float, ...]
+    """Batches that were timed with several contexts: only there does a batch tell what its KV takes."""
 
     @classmethod
     def of(cls, source: WholeSteps) -> _Knots:
         seqs = {float(count) for count in source.decodes[:, 0]}
         prompts = {float(count) for count in source.prompts[:, 0] * source.prompts[:, 1]}
-        return cls(tuple(sorted(seqs | {one for one in prompts if one > max(seqs)})), tuple(sorted(seqs)))
+        several = {count for count in seqs if np.unique(source.decodes[source.decodes[:, 0] == count, 1]).size > 1}
+        tokens = tuple(sorted(seqs | {one for one in prompts if one > max(seqs)}))
+        return cls(tokens, tuple(sorted(seqs)), tuple(sorted(several or seqs)))
 
     def design(self, source: WholeSteps) -> Array:
         """Columns: dense at each token count, the pair, KV read at each batch size; rows: prompt steps, then decode steps."""
         many, length = source.prompts.T
         batch, kv = source.decodes.T
-        prompt = np.hstack([mixture(self.tokens, many * length), (many * length**2 / 2)[:, None], np.zeros((many.size, len(self.seqs)))])
-        decode = np.hstack([mixture(self.tokens, batch), np.zeros((batch.size, 1)), mixture(self.seqs, batch) * (batch * kv)[:, None]])
+        prompt = np.hstack(
+            [
+                mixture(self.tokens, many * length),
+                (many * length**2 / 2)[:, None],
+                np.zeros((many.size, len(self.read))),
+            ]
+        )
+        decode = np.hstack(
+            [mixture(self.tokens, batch), np.zeros((batch.size, 1)), mixture(self.read, batch) * (batch * kv)[:, None]]
+        )
         return np.vstack([prompt, decode])
 
     def split(self, values: Array) -> tuple[Array, float, Array]:
@@ -130,11 +145,14 @@ class _Knots:
 
 def _terms(knots: _Knots, dense: Array, pair_us: float, reads: Array) -> dict[str, Any]:
     seqs = [int(count) for count in knots.seqs]
+    each = mixture(knots.read, np.asarray(knots.seqs)) @ reads
     chunks = sorted({1, *(int(count) for count in knots.tokens if count >= 128)})
     decode = {
         "seqs": seqs,
         "context": list(CONTEXTS),
-        "us": [[round(count * read * kv, 2) for kv in CONTEXTS] for count, read in zip(seqs, reads.tolist(), strict=True)],
+        "us": [
+            [round(count * read * kv, 2) for kv in CONTEXTS] for count, read in zip(seqs, each.tolist(), strict=True)
+        ],
     }
     none = {"seqs": [1], "share": [0.0]}
     return {

@@ -68,9 +68,7 @@ def fit_command(
             command += f" --profile {scenario.gpu.profile} --first {number}"
             profile = fit_requests(read_run(source, prefixes), scenario, number, date=today, command=command)
         else:
-            profile = fit_source(
-                source, tensor_parallel_size=ranks, date=today, command=command, model=model, gpu=gpu
-            )
+            profile = fit_source(source, tensor_parallel_size=ranks, date=today, command=command, model=model, gpu=gpu)
         write(profile, out)
     if html is not None:
         from .fit_report import page

@@ -55,7 +55,8 @@ def _errors(errors: Mapping[str, Any]) -> str:
 
 def _intervals(intervals: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(term)}</td><td>{low:+.1%}</td><td>{high:+.1%}</td></tr>" for term, (low, high) in intervals.items()
+        f"<tr><td>{escape(term)}</td><td>{low:+.1%}</td><td>{high:+.1%}</td></tr>"
+        for term, (low, high) in intervals.items()
     )
     head = "<tr><th>term, as a whole</th><th>2.5 %</th><th>97.5 %</th></tr>"
     return f"<table>{head}{rows}</table>" if rows else "<p>None: the source does not tell.</p>"
@@ -65,5 +66,7 @@ def _residuals(term: str, part: Mapping[str, Any]) -> str:
     time, off = np.asarray(part["measured_us"], dtype=float), np.asarray(part["off"], dtype=float)
     step = max(1, -(-time.size // MOST_POINTS))
     chosen = np.argsort(time, kind="stable")[::step]
-    points = Series(name="predicted / measured - 1", x=np.log10(time[chosen]).tolist(), y=off[chosen].tolist(), dots=True)
+    points = Series(
+        name="predicted / measured - 1", x=np.log10(time[chosen]).tolist(), y=off[chosen].tolist(), dots=True
+    )
     return line_plot(term, [points], x_label="log10 of the measured time in us", y_label="relative error")
