@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from sim.catalog.gpus import GIB, gpu
 from sim.catalog.models import model_shape
+from sim.core.batching import check_batching
 from sim.core.clock import to_fs
-from sim.core.config import AttentionGroup, EngineConfig
+from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.eviction import EVICTIONS
 from sim.core.ladder import ACTIONS, LadderConfig, Rung
 from sim.core.plan import BatchShape, Durations, OomReport, ScheduledRequest, Segment, StepPlan, StepResult
-from sim.core.policy import Batching, Policy
+from sim.core.policy import Batching, BatchLimits, Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import Namespace, Outcome, Request, RequestSpec
 from sim.core.waiting import FcfsQueue, aging_queue, priority_queue
@@ -242,26 +243,57 @@ def rungs(draw: st.DrawFn) -> Rung:
         on=on,
         off=on * draw(st.sampled_from([1.0, 0.5])),
         hold_s=draw(st.sampled_from([0.0, 20 * TICK_S])),
-        value={"shrink_step": 0.5, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(action, 0.0),
+        value={"shrink_step": 0.5, "micro_batch": 3, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(
+            action, 0.0
+        ),
     )
 
 
 ladders = st.lists(rungs(), min_size=1, max_size=3, unique_by=lambda rung: rung.action).map(
     lambda made: LadderConfig(rungs=tuple(made), guard_priority=0)
 )
+some = st.sampled_from([None, None, 1, 2, 3])
+batch_limits = st.sampled_from(Batching).flatmap(
+    lambda batching: st.tuples(
+        st.just(batching),
+        st.builds(
+            BatchLimits,
+            max_prefill_seqs=some,
+            max_decode_seqs=some,
+            max_prefill_tokens=st.sampled_from([None, 5, 200]),
+            continuous_decode_steps=st.sampled_from([None, 1, 3, 20])
+            if batching is Batching.DECODE_FIRST
+            else st.none(),
+        ),
+    )
+)
 policies = st.builds(
-    Policy,
+    lambda batching, **fields: Policy(batching=batching[0], limits=batching[1], **fields),
+    batching=batch_limits,
     queue=st.sampled_from([FcfsQueue, priority_queue, aging_queue(20 * TICK)]),
     victim=st.sampled_from(list(VICTIMS.values())),
-    batching=st.sampled_from(Batching),
     ladder=st.one_of(st.none(), ladders),
     swap=st.booleans(),
     eviction=st.sampled_from(list(EVICTIONS)),
 )
 
 
-@settings(max_examples=100)
-@given(st.builds(Scenario, configs(cpu_blocks=(100, 20, 0)), smooth_costs, request_lists(), policy=policies))
+def is_possible(scenario: Scenario) -> bool:
+    """Whether the limits on a step agree with the engine's own."""
+    policy = scenario.policy or Policy()
+    try:
+        check_batching(policy.batching, policy.limits, scenario.config)
+    except ConfigError:
+        return False
+    return True
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(Scenario, configs(cpu_blocks=(100, 20, 0)), smooth_costs, request_lists(), policy=policies).filter(
+        is_possible
+    )
+)
 def test_every_policy_leaves_the_same_whether_the_engine_leaps_or_steps(scenario: Scenario) -> None:
     assert_leap_equals_step(scenario)
 
@@ -662,7 +694,9 @@ def devices(draw: st.DrawFn) -> Device:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.builds(Scenario, configs(cpu_blocks=(0, 100, 20)), smooth_costs, request_lists(), policy=st.none() | policies),
+    st.builds(
+        Scenario, configs(cpu_blocks=(0, 100, 20)), smooth_costs, request_lists(), policy=st.none() | policies
+    ).filter(is_possible),
     devices(),
 )
 def test_running_out_of_memory_is_the_same_whether_the_engine_leaps_or_steps(

@@ -34,8 +34,11 @@ from sim import Scenario
 from sim.catalog.hf_config import read_config, shape_from_config
 from sim.catalog.models import model_shape
 from sim.core.blocks import BlockPool
-from sim.core.config import ConfigError
+from sim.core.config import ConfigError, EngineConfig
+from sim.core.request import Outcome, RequestSpec
 from sim.core.tables import BlockTable, BlockTables
+from sim.costs import FixedCost
+from sim.world.run import run_world
 
 SIZES = {
     "vocab_size": 96,
@@ -283,6 +286,37 @@ def test_a_folder_with_safetensors_is_loaded(tmp_path):
     assert engine.config.rotary == bench.config.rotary
     assert torch.equal(engine.weights.layers[2].down, bench.model.weights.layers[2].down)
     assert torch.equal(engine.weights.layers[0].qkv, bench.model.weights.layers[0].qkv)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_as_transformers_saves_it_is_served_as_transformers_answers(family, tmp_path):
+    """Several files with an index, tied heads left out: greedy answers, token for token, through core, pool and chunks of prompts."""
+    bench = Bench(family)
+    bench.reference.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    requests = [
+        RequestSpec(request_id=f"r{i}", arrival_s=0.0, input_tokens=9 + 7 * i, output_tokens=8) for i in range(3)
+    ]
+    settings = RealSettings(
+        shape=read_config(tmp_path / "config.json"), source=str(tmp_path), dtype="float32", checked=True
+    )
+    engine = RealEngine(settings, requests)
+    window = bench.config.shape.attention[0].window
+    config = EngineConfig(
+        num_gpu_blocks=40,
+        block_size=4,
+        max_model_len=48,
+        max_num_seqs=3,
+        max_num_batched_tokens=11,
+        sliding_window=window,
+    )
+    record = run_world(config, FixedCost(1.0), requests, executor=engine.executor)
+    assert all(request.outcome is Outcome.FINISHED for request in record.requests)
+    for spec in requests:
+        known = engine.tokens.tokens(spec.request_id, 0, spec.input_tokens)
+        for _ in range(spec.output_tokens):
+            known.append(int(bench.logits(known)[-1].argmax()))
+        assert engine.tokens.answer(spec.request_id) == known[spec.input_tokens :]
 
 
 def test_random_weights_depend_on_the_seed_and_nothing_else():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .clock import to_s
 from .meters import DrainMeter
 from .need import slots_needed
-from .request import Request, RequestSpec
+from .request import Request, RequestSpec, State
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -41,6 +41,11 @@ class RunningView:
     def tenant(self) -> str:
         """Who sent it."""
         return self._request.spec.tenant
+
+    @property
+    def lora(self) -> str:
+        """Its adapter; empty for the base model."""
+        return self._request.spec.namespace.lora
 
     @property
     def input_tokens(self) -> int:
@@ -156,6 +161,16 @@ class EngineView:
         """Queued requests, preempted and swapped ones included, and those that will start as copies of another one."""
         scheduler = self._scheduler
         return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held + scheduler.num_unseen
+
+    def is_queued(self, request_id: str) -> bool:
+        """Whether a request waits and has never run: nothing is lost but its place if it is sent away."""
+        request = self._scheduler.requests.get(request_id)
+        return (
+            request is not None
+            and request.state is State.WAITING
+            and not request.num_preemptions
+            and request.spec.forking is None
+        )
 
     @property
     def num_in_flight(self) -> int:
