@@ -26,6 +26,7 @@ from sim.core.policies import (
     ContiguousReservation,
     FairQueue,
     FullReservation,
+    LoraSlots,
     MaxInFlight,
     MaxKvBlocks,
     MaxQueuedTokens,
@@ -42,7 +43,7 @@ from sim.core.policies import (
 )
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import VICTIMS
-from sim.core.request import Outcome, RequestSpec
+from sim.core.request import Namespace, Outcome, RequestSpec
 from sim.core.waiting import aging_queue, priority_queue
 from sim.costs.constant import FixedCost
 from sim.results.recorder import RunRecord
@@ -77,6 +78,8 @@ POLICIES: dict[str, Policy] = {
     "PriorityShares": Policy(
         admission=gated(lambda config: PriorityShares(config, {0: 0.3, 1: 0.3})), queue=priority_queue
     ),
+    "LoraSlots": Policy(admission=gated(lambda config: LoraSlots(1, give_up_after_s=0.1))),
+    "LoraSlots, by fair share": Policy(admission=gated(lambda config: LoraSlots(1)), queue=FairQueue),
     "aging": Policy(queue=aging_queue(10**14)),
     "shortest predicted": Policy(queue=shortest_predicted_queue),
     "fair share": Policy(queue=FairQueue),
@@ -128,6 +131,7 @@ def loads(draw: st.DrawFn, most: int = 10) -> tuple[RequestSpec, ...]:
                 tenant=draw(st.sampled_from("abc")),
                 content_ids=tuple("xyz"[:shared]),
                 content_block_tokens=8 if shared else 0,
+                namespace=Namespace(lora=draw(st.sampled_from(["", "", "l", "m"]))),
                 cancel_after_s=None if patience is None else patience * TICK_S,
             )
         )
@@ -138,16 +142,22 @@ def loads(draw: st.DrawFn, most: int = 10) -> tuple[RequestSpec, ...]:
 def engines(draw: st.DrawFn) -> EngineConfig:
     """Engines from starved to comfortable."""
     max_num_seqs = draw(st.integers(2, 8))
-    groups = draw(st.sampled_from([(), (), (), ((4, None), (4, 9)), ((8, None), (4, 5))]))
+    window = draw(st.sampled_from([None, None, None, 9, "groups", "groups"]))
+    groups = ()
+    if window == "groups":
+        groups = tuple(
+            AttentionGroup(block_size=size, window=draw(st.sampled_from([None, 9])))
+            for size in draw(st.sampled_from([(4, 4), (4, 8), (4, 4, 4)]))
+        )
     return EngineConfig(
-        num_gpu_blocks=draw(st.sampled_from([18, 24, 40])) * (2 if groups else 1),
+        num_gpu_blocks=max(len(groups), 1) * draw(st.sampled_from([18, 24, 40])),
         block_size=4,
         max_model_len=72,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([4, 16, 64])),
         enable_prefix_caching=draw(st.booleans()),
-        sliding_window=None if groups else draw(st.sampled_from([None, None, None, 9])),
-        kv_groups=tuple(AttentionGroup(block_size=size, window=window) for size, window in groups),
+        sliding_window=None if groups else window,
+        kv_groups=groups,
         num_cpu_blocks=draw(st.sampled_from([0, 0, 10])),
         async_scheduling=draw(st.booleans()),
     )

@@ -383,6 +383,29 @@ def test_b24_late_output_of_an_aborted_request_is_ignored_and_its_blocks_return_
     assert engine.pool.num_free == 8
 
 
+def test_b24_aborted_after_the_next_step_was_planned_it_is_freed_once_and_late(drive):
+    """The row's own case: two steps in flight. Aborted in step 1, when step 2 has been planned with it: its client hears at once, its
+    blocks return once, when step 2, which still writes them, is done; both outputs that come for it are dropped."""
+    engine = drive(num_gpu_blocks=8, block_size=4, async_scheduling=True)
+    request = engine.add("r", 8, output_tokens=10)
+    engine.add("other", 4, output_tokens=10)
+    engine.step()
+    plan = engine.plan(max_repeat=1)
+    engine.now_fs += 1
+    assert engine.abort("r")
+    engine.commit(plan, stopped=("r",))
+    assert [ended.request_id for ended in engine.ended] == ["r"]
+    late = engine.plan(max_repeat=1)
+    assert {share.request_id for share in late.scheduled(0)} == {"r", "other"}
+    assert engine.pool.num_owned == 3 + 2
+    engine.commit(late, stopped=("r",))
+    assert engine.pool.num_owned == 2
+    engine.run()
+    assert [name for entry in engine.log for name, _ in entry["released"]].count("r") == 1
+    assert (request.outcome, request.num_output_tokens) == (Outcome.ABORTED, 1)
+    assert engine.pool.num_free == 8
+
+
 def test_b25_aborted_in_their_last_step_they_count_as_aborted_and_free_at_once(drive):
     """10 requests of 10 % of the pool each, all cancelled while their last token is computed: aborted, usage 0 % right after."""
     engine = drive(num_gpu_blocks=100, block_size=16)

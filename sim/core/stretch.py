@@ -43,9 +43,12 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
     evicting a cached block it would have found costs it a hit and saves it a revival. Where windows slide, the pool may also get
     emptier, and the stretch ends before that if somebody waits. Where prompts go first, they are tried between the two.
     """
-    if draft.shares or draft.changed_queue or scheduler.catching_up or not scheduler.steady:
+    stands_still = not scheduler.catching_up and scheduler.steady
+    if draft.shares or draft.changed_queue or not (stands_still or draft.turn_left):
         return 1
     limit = scheduler.decode.steps_to_completion() or 1
+    if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapped):
+        limit = min(limit, draft.turn_left)  # then it is the turn of those
     if max_steps is not None:
         limit = min(limit, max_steps)
     if scheduler.families:
