@@ -84,7 +84,8 @@ def _no_evict(config: EngineConfig) -> Admission:
 
 def trtllm_no_evict(config: EngineConfig) -> Preset:
     """TensorRT-LLM (2026) with GUARANTEED_NO_EVICT, its default: a request starts when its worst case fits, and is never preempted.
-    Left out: counting the beams of a request at admission, `beneficialToSkip`, priority retention and offload of its KV manager, reuse of partial blocks.
+    Left out: counting the beams of a request at admission, `beneficialToSkip`, priority retention and offload of its KV manager, reuse of
+    partial blocks.
     """
     return Preset(
         policy=Policy(name="trtllm-no-evict", admission=_no_evict, queue=arrival_queue),
