@@ -14,7 +14,7 @@ from .options import Json, takes_scenario
 from .terminal import Progress, print_json, say
 
 if TYPE_CHECKING:
-    from calibration.judge import Judgement
+    from calibration.judge import Judgement, Metric
 
 calibrate_app = typer.Typer(
     help="Fit a profile to measurements, and judge one against a recorded run.",
@@ -26,32 +26,54 @@ calibrate_app = typer.Typer(
 @calibrate_app.command(
     "fit", epilog="\b\nExample:\n  kvtwin calibrate fit kernels/aiconfigurator/h100_sxm --out h100.json"
 )
+@takes_scenario
 def fit_command(
+    scenario: Scenario,
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", help="Kernel tables: an LLMServingSim profile, or a system of aiconfigurator."
+            metavar="PATH",
+            help="Kernel tables (a folder of LLMServingSim or aiconfigurator), whole steps (DistServe's JSON, Splitwise's CSV), or a "
+            "real run (requests.jsonl, a vLLM bench JSON, an llm-d CSV), whose first requests correct --profile.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here.")],
-    tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size", metavar="N", min=1, help="Which of a model's tables to fit; default: 1."
-        ),
-    ] = 1,
+    first: Annotated[
+        int | None,
+        typer.Option("--first", metavar="N", min=1, help="Requests of a run that are fitted to; default: 30."),
+    ] = None,
+    prefixes: Annotated[
+        Path | None,
+        typer.Option("--prefixes", metavar="FILE", help="A lengths.csv of a run's requests, for their prefix hits."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write errors, intervals and residuals as one page.")
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Fit a cost profile to kernel tables: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
+    """Fit a cost profile: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
     from calibration.document import write
-    from calibration.sources import fit_source
+    from calibration.fit_requests import FIRST, fit_requests
+    from calibration.runs import read_run
+    from calibration.sources import fit_source, is_run
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    ranks, model, gpu = scenario.engine.tensor_parallel_size, scenario.model.model, scenario.gpu.gpu
+    chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
+    command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {ranks}{chosen}"
     with Progress("kvtwin calibrate fit") as progress:
         progress.say("fitting")
-        command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {tensor_parallel_size}"
-        profile = fit_source(source, tensor_parallel_size=tensor_parallel_size, date=today, command=command)
+        if is_run(source):
+            number = first or FIRST
+            command += f" --profile {scenario.gpu.profile} --first {number}"
+            profile = fit_requests(read_run(source, prefixes), scenario, number, date=today, command=command)
+        else:
+            profile = fit_source(source, tensor_parallel_size=ranks, date=today, command=command, model=model, gpu=gpu)
         write(profile, out)
+    if html is not None:
+        from .fit_report import page
+
+        html.write_text(page(profile), encoding="utf-8")
     shown = {
         key: profile[key]
         for key in ("name", "kind", "gpu", "error", "intervals", "identifiability", "range", "provenance")
@@ -87,6 +109,15 @@ def judge_command(
     tail_margin: Annotated[
         float, typer.Option("--tail-margin", metavar="SHARE", help="The same for percentiles and trajectories.")
     ] = 0.10,
+    draws: Annotated[
+        int,
+        typer.Option(
+            "--draws",
+            metavar="N",
+            min=0,
+            help="Simulate again with N draws of the profile's uncertainty: the interval of every prediction.",
+        ),
+    ] = 0,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the judgement as one page.")
     ] = None,
@@ -98,6 +129,9 @@ def judge_command(
     from calibration.judge_page import page
     from calibration.runs import read_run
     from calibration.twin import simulate_requests
+    from calibration.uncertainty import with_intervals
+    from sim.resolve import resolve
+    from sim.simulation import cost_model
 
     if recorded is None:
         raise CalibrationError("no recorded run is given; for example --run runs/rtx4090-llama-3.1-8b")
@@ -108,6 +142,15 @@ def judge_command(
     with Progress("kvtwin calibrate judge") as progress:
         progress.say("simulating")
         judged = judge(run, simulate_requests(scenario, run.requests), margins)
+        if draws:
+            progress.say(f"simulating {draws} draws of the profile")
+            judged = with_intervals(
+                judged,
+                cost_model(resolve(scenario)),
+                draws,
+                lambda cost: simulate_requests(scenario, run.requests, cost),
+                lambda recorded, twin: judge(recorded, twin, margins),
+            )
     if html is not None:
         html.write_text(page(judged), encoding="utf-8")
     if json:
@@ -122,8 +165,12 @@ def judge_command(
 def _print_fit(profile: dict[str, Any], out: Path) -> None:
     say(f"{profile['name']}: fitted to {profile['provenance']['source']}")
     for key, value in profile["error"].items():
-        if isinstance(value, dict) and "median" in value:
+        if isinstance(value, dict) and value.get("median") is not None:
             say(f"  {key:<48} median {value['median']:6.1%}   95th percentile {value['p95']:6.1%}")
+        elif key in ("kernels_only", "corrected"):
+            say(f"  {key.replace('_', ' '):<48} " + ", ".join(f"{name} {off:+.1%}" for name, off in value.items()))
+    for term, (low, high) in profile["intervals"].items():
+        say(f"  {term:<48} 95 % interval of the term as a whole [{low:+.1%}, {high:+.1%}]")
     for text in profile["identifiability"]:
         say(f"  note: {text}")
     say(f"wrote {out}")
@@ -137,7 +184,7 @@ def _print_judgement(judged: Judgement) -> None:
         ]
         say(
             f"  {metric.name:<26} {metric.measured:10.4g} measured {metric.predicted:10.4g} predicted "
-            f"{shown[0]:>9}  [{shown[1]}, {shown[2]}]  {metric.verdict}"
+            f"{shown[0]:>9}  [{shown[1]}, {shown[2]}]  {metric.verdict}{_predicted_interval(metric)}"
         )
     for path in judged.trajectories:
         say(
@@ -146,3 +193,9 @@ def _print_judgement(judged: Judgement) -> None:
         )
     for warning in judged.twin.summary["warnings"]:
         say(f"  note: {warning}")
+
+
+def _predicted_interval(metric: Metric) -> str:
+    if metric.predicted_low is None or metric.predicted_high is None:
+        return ""
+    return f"   prediction [{metric.predicted_low:.4g}, {metric.predicted_high:.4g}]"

@@ -154,7 +154,7 @@ def simulate(
     )
     facts = provenance(resolved, profile=prices.name if executor is None else "measured", replication=replication)
     if ran is not None:
-        summary["executors"] = facts["executors"] = ran.report()
+        summary["executors"] = ran.report()
     return Result(
         summary=summary,
         request_columns=requests,

@@ -155,6 +155,29 @@ def test_kernel_terms_price_every_common_model(card: str, model: str, ranks: int
     assert 0.9 * weights_s < times[0] / 1e15 < 3.5 * weights_s + 0.02
 
 
+@pytest.mark.parametrize("card", ["h100", "a100", "h200", "l40s"])
+def test_experts_are_priced_by_the_weights_that_a_step_reads(card: str) -> None:
+    """One token visits two of Mixtral's eight experts, a batch of 64 all: times lie between what memory takes and twice that."""
+    model, device = model_shape("mixtral-8x7b"), gpu(card)
+    cost = fitted_cost("auto", model, device)
+    for seqs, parameters in ((1, model.active_parameters), (64, model.num_parameters)):
+        step = BatchShape(decode_seqs=seqs, decode_context_tokens=16 * seqs, sampled_seqs=seqs)
+        read_s = 2 * parameters / device.memory_bandwidth_bytes_per_s
+        assert read_s < cost.step_fs(step) / 1e15 < 2 * read_s
+    assert any("expert kernels were not timed" in text for text in cost.warnings())
+
+
+@pytest.mark.parametrize("card", ["h100", "h200", "l40s"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-32b", "mixtral-8x7b"])
+def test_fp8_weights_decode_faster_where_fp8_kernels_were_timed(card: str, model: str) -> None:
+    step = BatchShape(decode_seqs=8, decode_context_tokens=8000, sampled_seqs=8)
+    half, whole = (
+        fitted_cost("auto", model_shape(model), gpu(card), tensor_parallel_size=4, quantization=kind).step_fs(step)
+        for kind in ("fp8", "none")
+    )
+    assert 0.45 * whole < half < whole
+
+
 @pytest.mark.parametrize(("card", "ranks"), [("rtx-4090", 1), ("rtx-pro-6000", 1), ("rtx-pro-6000", 2)])
 def test_auto_takes_the_profile_of_the_very_model_where_there_is_one(card: str, ranks: int) -> None:
     cost = fitted_cost("auto", model_shape("llama-3.1-8b"), gpu(card), tensor_parallel_size=ranks)
@@ -169,7 +192,7 @@ def test_auto_says_how_far_away_the_nearest_gpu_is() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "mixtral-8x7b", "tensor_parallel_size": 4}, "mixture of experts"),
+        ({"model": "deepseek-v2-lite"}, "latent attention"),
         ({"model": "llama-3.1-8b", "quantization": "awq"}, "awq"),
         ({"model": "llama-3.1-8b", "pipeline_parallel_size": 2}, "pipeline"),
     ],

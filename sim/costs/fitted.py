@@ -75,6 +75,12 @@ def fitted_cost(
     return FittedProfile(terms, name=f"{profile.kind}:{profile.name}", notes=(profile.origin, *notes))
 
 
+def chosen_profile(chosen: str, model: ModelShape, device: Gpu, tensor_parallel_size: int) -> ProfileFile:
+    """The file that `fitted_cost` would take. Raises: ConfigError, OSError."""
+    quantized = None if model.quantization in (None, "none") else model.quantization
+    return _chosen(chosen, model, device, tensor_parallel_size, quantized, [])
+
+
 def _chosen(
     chosen: str, model: ModelShape, device: Gpu, tp: int, quantized: str | None, notes: list[str]
 ) -> ProfileFile:

@@ -92,6 +92,8 @@ class Replica:
             plan = core.plan(self._now_fs, self._max_repeat)
             self._after_event(nudge=False)
             if plan is None:
+                if core.wake_fs is not None:
+                    env.process(self._wake(core.wake_fs))
                 self._idle = env.event()
                 yield self._idle
                 self._idle = None
@@ -102,6 +104,11 @@ class Replica:
             committed = core.commit(plan, result, self._now_fs)
             self._recorder.committed(plan, result, committed, core)
             self._after_event(nudge=False)
+
+    def _wake(self, at_fs: int) -> Generator[simpy.Event, Any, None]:
+        """Let an idle engine plan again at a time of its own."""
+        yield self._env.timeout(at_fs - self._now_fs)
+        self._after_event(nudge=True)
 
     def _sleep_through(self, plan: StepPlan, result: StepResult) -> Generator[simpy.Event, Any, StepResult]:
         """Let the steps of a plan pass; returns the result of those that did."""
