@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from experiments.real_run import run_scenario
 from gpu.batch import BatchBuffers, Sampling, Work
 from gpu.cpu_pool import CpuBlockPool
 from gpu.decoder_config import DecoderConfig, RotaryConfig
@@ -29,6 +30,7 @@ from gpu.real_engine import RealEngine, RealSettings
 from gpu.swap import BlockMover
 from gpu.weights import DecoderWeights
 from gpu.workspace import Workspace
+from sim import Scenario
 from sim.catalog.hf_config import read_config, shape_from_config
 from sim.catalog.models import model_shape
 from sim.core.blocks import BlockPool
@@ -334,6 +336,27 @@ def test_random_weights_depend_on_the_seed_and_nothing_else():
 def test_a_model_of_another_family_is_refused_with_the_reason(name, why):
     with pytest.raises(ConfigError, match=f"{name} cannot be run for real.*{why}"):
         DecoderConfig.of(model_shape(name))
+
+
+def test_a_model_with_several_attention_groups_is_refused_unless_its_release_keeps_every_token(tmp_path):
+    """One window layer and one that sees everything: two block tables a request in vLLM since 0.10, one before."""
+    values = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 128, "torch_dtype": "float32",
+        "max_position_embeddings": 256, "tie_word_embeddings": True, "sliding_window": 16, "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    path = tmp_path / "hybrid.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    scenario = Scenario(
+        model=str(path),
+        workload={"workload": "uniform", "input_tokens": 40, "output_tokens": 4, "num_requests": 2, "rate": 1.0},
+        engine={"num_gpu_blocks_override": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+        run={"executor": "torch", "device": "cpu"},
+    )
+    with pytest.raises(ConfigError, match=r"hybrid has 2 attention groups.*use engine_version 0\.9\.2"):
+        run_scenario(scenario)
+    assert run_scenario(scenario.with_(engine_version="0.9.2")).summary["finished"] == 2
 
 
 def test_an_unknown_rotary_scaling_is_refused():
