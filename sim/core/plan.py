@@ -257,6 +257,9 @@ class StepPlan:
     """`(request_id, (device block, CPU block) pairs)` to save to the CPU pool before anything else is done."""
     swap_ins: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
     """`(request_id, (CPU block, device block) pairs)` to restore after the swap-outs and before anything is computed."""
+    slid: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """`(request_id, block_ids)` that slid out of attention windows in the later steps of the previous plan's stretch, in order: the tables
+    of those steps show NO_BLOCK in their place, and others may have been given them since."""
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
