@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -170,8 +171,10 @@ def _is_numeric(row: Sequence[str]) -> bool:
 
 
 def _text(path: Path) -> str:
-    """The file as text; bytes that are not UTF-8 are replaced, because logs are cut off in the middle of characters."""
+    """The file as text, `-` being what is piped in; bytes that are not UTF-8 are replaced: logs are cut off in the middle of characters."""
     expected = "expected a text file: a message, a log or a CSV"
+    if str(path) == "-":
+        return sys.stdin.read()
     try:
         if path.is_dir():
             raise DiagnoseError(f"{path}: found a folder without {', '.join(RUN_FILES)}; {expected}")
