@@ -109,12 +109,17 @@ def fit_whole_steps(source: WholeSteps, *, date: str, command: str) -> dict[str,
 class _Knots:
     tokens: tuple[float, ...]
     seqs: tuple[float, ...]
+    """Batches that were timed."""
+    read: tuple[float, ...]
+    """Batches that were timed with several contexts: only there does a batch tell what its KV takes."""
 
     @classmethod
     def of(cls, source: WholeSteps) -> _Knots:
         seqs = {float(count) for count in source.decodes[:, 0]}
         prompts = {float(count) for count in source.prompts[:, 0] * source.prompts[:, 1]}
-        return cls(tuple(sorted(seqs | {one for one in prompts if one > max(seqs)})), tuple(sorted(seqs)))
+        several = {count for count in seqs if np.unique(source.decodes[source.decodes[:, 0] == count, 1]).size > 1}
+        tokens = tuple(sorted(seqs | {one for one in prompts if one > max(seqs)}))
+        return cls(tokens, tuple(sorted(seqs)), tuple(sorted(several or seqs)))
 
     def design(self, source: WholeSteps) -> Array:
         """Columns: dense at each token count, the pair, KV read at each batch size; rows: prompt steps, then decode steps."""
@@ -124,11 +129,11 @@ class _Knots:
             [
                 mixture(self.tokens, many * length),
                 (many * length**2 / 2)[:, None],
-                np.zeros((many.size, len(self.seqs))),
+                np.zeros((many.size, len(self.read))),
             ]
         )
         decode = np.hstack(
-            [mixture(self.tokens, batch), np.zeros((batch.size, 1)), mixture(self.seqs, batch) * (batch * kv)[:, None]]
+            [mixture(self.tokens, batch), np.zeros((batch.size, 1)), mixture(self.read, batch) * (batch * kv)[:, None]]
         )
         return np.vstack([prompt, decode])
 
@@ -140,12 +145,13 @@ class _Knots:
 
 def _terms(knots: _Knots, dense: Array, pair_us: float, reads: Array) -> dict[str, Any]:
     seqs = [int(count) for count in knots.seqs]
+    each = mixture(knots.read, np.asarray(knots.seqs)) @ reads
     chunks = sorted({1, *(int(count) for count in knots.tokens if count >= 128)})
     decode = {
         "seqs": seqs,
         "context": list(CONTEXTS),
         "us": [
-            [round(count * read * kv, 2) for kv in CONTEXTS] for count, read in zip(seqs, reads.tolist(), strict=True)
+            [round(count * read * kv, 2) for kv in CONTEXTS] for count, read in zip(seqs, each.tolist(), strict=True)
         ],
     }
     none = {"seqs": [1], "share": [0.0]}

@@ -13,7 +13,8 @@ from sim.catalog.models import model_shape
 from sim.core.config import ConfigError
 from sim.core.plan import BatchShape
 from sim.costs.fitted import fitted_cost, profile_names
-from sim.costs.piecewise import Grid, IntegerLine, Line
+from sim.costs.overlap import overlapped
+from sim.costs.piecewise import Field, Grid, IntegerLine, Line
 from sim.costs.profile import FittedProfile
 from sim.costs.terms import StepTerms
 
@@ -250,3 +251,60 @@ def test_the_longest_context_of_a_plan_is_that_of_its_members() -> None:
     config = EngineConfig(num_gpu_blocks=120, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024)
     cost = FittedProfile(terms(), name="t")
     run_world(config, cost, requests, executor=lambda core: Watching(cost))
+
+
+# ── calls that hold both, and gaps ───────────────────────────────────────────────────────────────────────────────────
+def test_chunks_that_fit_on_the_gpu_together_take_the_time_of_the_longest() -> None:
+    """Four tiles at a time: two chunks of 64 tokens run side by side, eight of them take two turns."""
+    launch = 1e-5
+    flat = Grid((64.0, 2048.0), (0.0, 8192.0), ((launch + 1e-3, launch + 1e-3), (launch + 8e-3, launch + 8e-3)))
+    cost = FittedProfile(terms(prefill=flat, chunk_launch_s=launch, wave_tiles=4.0), name="t")
+    one, two, eight = (
+        cost.step_fs(BatchShape(prefill=((64, 0),) * count)) - cost._tokens(64 * count) for count in (1, 2, 8)
+    )
+    assert one == two == pytest.approx((launch + 1e-3) * 1e15)
+    assert eight == pytest.approx((launch + 2e-3) * 1e15)
+
+
+def test_a_ratio_scales_a_step_that_holds_both_and_no_other() -> None:
+    axes = ((16.0, 2048.0), (0.0, 8192.0), (1.0, 64.0), (16.0, 8192.0))
+    plain, twice = terms(), terms(mixed_ratio=Field(axes, (2.0,) * 16))
+    both = BatchShape(prefill=((512, 0),), decode_seqs=8, decode_context_tokens=8000, sampled_seqs=9)
+    alone = BatchShape(prefill=((512, 0),), sampled_seqs=1)
+    costs = FittedProfile(plain, name="t"), FittedProfile(twice, name="t")
+    assert costs[0].step_fs(alone) == costs[1].step_fs(alone)
+    attention = costs[0].step_fs(both) - costs[0]._tokens(520) - costs[0]._rows(9)
+    assert costs[1].step_fs(both) - costs[0].step_fs(both) == pytest.approx(attention, rel=1e-9)
+
+
+def test_a_field_is_linear_between_its_knots_and_constant_beyond_them() -> None:
+    field = Field(((0.0, 1.0), (0.0, 10.0)), (1.0, 2.0, 3.0, 6.0))
+    assert (field(0, 0), field(1, 10), field(0.5, 5)) == (1.0, 6.0, 3.0)
+    assert (field(-5, -5), field(9, 99)) == (1.0, 6.0)
+    with pytest.raises(ConfigError, match="4 knots has 3 values"):
+        Field(((0.0, 1.0), (0.0, 10.0)), (1.0, 2.0, 3.0))
+    with pytest.raises(ConfigError, match="two knots or more"):
+        Field(((0.0,),), (1.0,))
+
+
+def test_planning_ahead_hides_the_host_and_not_the_gaps_between_kernels() -> None:
+    step = BatchShape(decode_seqs=4, decode_context_tokens=4000, sampled_seqs=4)
+    host, gaps = (FittedProfile(terms(**{name: 1e-3}), name="t") for name in ("step_s", "gap_s"))
+    assert host.step_fs(step) == gaps.step_fs(step)
+    assert overlapped(gaps).step_fs(step) == gaps.step_fs(step)
+    assert overlapped(host).step_fs(step) == host.step_fs(step) - 10**12
+
+
+def test_a_stated_gap_counts_the_kernels_of_the_model_and_its_collectives() -> None:
+    one, two = (
+        fitted_cost("auto", model_shape("llama-3.1-70b"), gpu("h100"), tensor_parallel_size=ranks).terms.gap_s
+        for ranks in (1, 2)
+    )
+    assert one == pytest.approx((80 * 10 + 10) * 0.85e-6)
+    assert two == pytest.approx((80 * 12 + 10) * 0.85e-6)
+
+
+def test_no_step_of_a_composed_model_costs_more_than_a_larger_one() -> None:
+    """fp8 kernels are slower for 257 tokens than for 512: an engine may pad."""
+    dense = fitted_cost("auto", model_shape("qwen3-32b"), gpu("h200"), quantization="fp8").terms.dense
+    assert list(dense.y) == sorted(dense.y)

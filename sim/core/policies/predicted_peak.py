@@ -188,11 +188,11 @@ class PredictedPeak(AdmissionBase):
         moments = []
         for index, ahead in enumerate(self._ahead):
             mean = variance = 0.0
-            for curve, num, held, squares in sums:
+            for curve, num, total, squares in sums:
                 alive = curve[index]
                 if alive:  # sum of (b + ahead) and of (b + ahead)^2
-                    mean += alive * (held + num * ahead)
-                    variance += alive * (1.0 - alive) * (squares + 2 * ahead * held + num * ahead * ahead)
+                    mean += alive * (total + num * ahead)
+                    variance += alive * (1.0 - alive) * (squares + 2 * ahead * total + num * ahead * ahead)
             moments.append((mean, variance))
         return moments
 
