@@ -55,6 +55,9 @@ class Staircase:
         context = shape.decode_context_tokens + sum(cached for _, cached in shape.prefill)
         return TICK * (self.base_ticks + self.tread_ticks * (context // self.width) + shape.prefill_tokens)
 
+    def copy_fs(self, num_blocks: int) -> int:
+        return TICK * num_blocks
+
     def decode_stretch(
         self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
     ) -> Durations:

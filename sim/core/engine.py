@@ -6,6 +6,7 @@ The core never sleeps, reads a clock or draws a random number; the same calls gi
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from .admission import Rejection
@@ -14,6 +15,7 @@ from .blocks import BlockPool
 from .config import EngineConfig
 from .draft import Draft, Share
 from .log import Decisions, DecisionSink
+from .offload import Load, Offload, Save
 from .plan import ScheduledRequest, StepPlan, StepResult
 from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
@@ -75,6 +77,9 @@ class EngineCore:
         self._admission = policy.admission(config)
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
         self._pressure = Pressure(self._scheduler, policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
+        self._offload = self._scheduler.offload
+        self._passed: list[tuple[int, bool]] = []
+        self._copies: tuple[tuple[Save, ...], tuple[Load, ...]] | None = None
         self._requests: dict[str, Request] = {}
         self._next_seq = 0
         self._step = 0
@@ -97,8 +102,9 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, swapped ones included."""
-        return len(self._scheduler.waiting) + len(self._scheduler.swapped)
+        """Queued requests, swapped ones and those whose prefix is loaded included."""
+        loading = 0 if self._offload is None else len(self._offload.loading)
+        return len(self._scheduler.waiting) + len(self._scheduler.swapped) + loading
 
     @property
     def num_unfinished(self) -> int:
@@ -202,6 +208,9 @@ class EngineCore:
         elif self._plan is not None:
             request.abort_fs = now_fs
             self._leaving.append(request)
+        elif request.state is State.LOADING:
+            self._drop_loading(request, now_fs)
+            self._end(request, outcome, reason, now_fs)
         else:
             self._retire(request, now_fs)
             self._end(request, outcome, reason, now_fs)
@@ -219,6 +228,7 @@ class EngineCore:
         if max_repeat is not None and max_repeat < 1:
             raise ValueError(f"max_repeat is {max_repeat}; a plan has at least 1 step")
         scheduler = self._scheduler
+        completed = None if self._offload is None else self._offload.take_completed()
         moved, relief = self._pressure.climb(now_fs)
         self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
         self._note(relief, now_fs)
@@ -228,9 +238,15 @@ class EngineCore:
             if draft.shares or (draft.decode and len(scheduler.decode)):
                 break
             if not draft.changed_queue:
-                self._assert_progress()
-                return None
+                break
+        if self._offload is not None and completed is not None:
+            self._begin_copies(self._offload, completed, draft)
+        if not (draft.shares or (draft.decode and len(scheduler.decode)) or self._copies):
+            self._assert_progress()
+            return None
         room = self._pressure.blocks_until_change()
+        if room is not None and self._offload is not None:
+            room = min(room, self._offload.blocks_until_save())
         step = self._step
         plan = StepPlan(
             step=step,
@@ -240,6 +256,8 @@ class EngineCore:
             copies=tuple(self._decisions.copied),
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
+            saves=self._copies[0] if self._copies else (),
+            loads=self._copies[1] if self._copies else (),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
@@ -249,6 +267,7 @@ class EngineCore:
         if self._sink is not None:
             self._log(self._step, now_fs, draft.decode_blocks, self._decisions)
         self._decisions = Decisions()
+        self._copies = None
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now_fs: int) -> Committed:
@@ -272,6 +291,8 @@ class EngineCore:
             tokens -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
             request.token_fs += tokens * total_fs
             written += tokens
+        if self._offload is not None:
+            written += sum(request.num_computed_tokens for request in self._offload.loading)
         decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
         first_gap_fs = None
         if members:
@@ -283,17 +304,20 @@ class EngineCore:
         if result.oom is not None:
             scheduler.take_back(draft, now_fs)
             draft.shares = {}
+        if self._offload is not None:
+            for fence, done in self._passed:
+                self._offload.pass_fence(fence, now_fs, done=done)
+            self._passed = []
         for request in self._leaving:
+            if request.state is State.LOADING:
+                self._drop_loading(request, now_fs)
+                self._end_left(request, now_fs)
+                continue
             self._share_done(draft, request)
             got_token = request.decoding and members > 0 and result.oom is None
             self._retire(request, now_fs)
             request.num_tokens -= got_token  # the token of the last step was never delivered
-            self._end(
-                request,
-                request.outcome or Outcome.ABORTED,
-                request.reason,
-                now_fs if request.abort_fs is None else request.abort_fs,
-            )
+            self._end_left(request, now_fs)
         self._leaving = []
         self._advance_shares(draft, now_fs)
         finished = {request.order: request for request in decode.completed()}
@@ -311,6 +335,35 @@ class EngineCore:
             self._retire(victim, now_fs)
             self._end(victim, Outcome.FAILED, reason, now_fs)
         return Committed(result.steps, computed, usage, table_slots, written, first_gap_fs)
+
+    def pass_fence(self, fence: int, now_fs: int, *, done: bool = True) -> None:
+        """A copy that a plan began has ended, or failed (`done` is False: what it was to bring is computed instead). The next decision
+        may differ because of it, so a stretch under way must be cut; while a plan is out nothing moves before its commit.
+
+        Raises KeyError for a fence that no copy under way has.
+        """
+        if self._offload is None or not self._offload.is_under_way(fence):
+            raise KeyError(f"fence {fence} has passed, but no copy under way has it")
+        if self._plan is not None:
+            self._passed.append((fence, done))
+        else:
+            self._offload.pass_fence(fence, now_fs, done=done)
+
+    @property
+    def idle_holdings(self) -> tuple[int, int, int]:
+        """Owned blocks, token slots in all tables, and tokens in them: what is held while no plan is out."""
+        scheduler = self._scheduler
+        tokens = sum(self._tokens_held(request) for request in scheduler.holders())
+        return self.pool.num_owned, scheduler.holdings.table_blocks * self.config.block_size, tokens
+
+    def idled(self, duration_fs: int) -> None:
+        """So much time has passed since `plan` answered that there was nothing to do, for the accounts of those who run."""
+        for request in self._scheduler.running.values():
+            request.token_fs += self._tokens_held(request) * duration_fs
+
+    def _tokens_held(self, request: Request) -> int:
+        given_back = (len(request.table) - request.held_blocks) * self.config.block_size
+        return self._scheduler.decode.computed(request) - given_back
 
     def close(self, now_fs: int) -> None:
         """The run is over: log what was decided after the last step."""
@@ -341,7 +394,28 @@ class EngineCore:
         for request, reason in draft.unservable:
             self._end(request, Outcome.FAILED, reason, now_fs)
 
+    def _begin_copies(self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft) -> None:
+        """Settle what the plan saves and loads; nothing is saved while a running request waits for blocks that are being saved."""
+        saves = () if draft.waits else offload.save(completed)
+        if draft.waits:
+            offload.put_off(completed)
+        loads, offload.new_loads = tuple(offload.new_loads), []
+        self._copies = (saves, loads) if saves or loads else None
+        self._decisions.saved += [list(pairs) for _, pairs in saves]
+        self._decisions.loaded += [(request_id, list(pairs)) for request_id, _, pairs in loads]
+
+    def _drop_loading(self, request: Request, now_fs: int) -> None:
+        assert self._offload is not None
+        self._offload.drop(request, request.outcome.value if request.outcome else "aborted", now_fs)
+
+    def _end_left(self, request: Request, now_fs: int) -> None:
+        """A client left while a step was out."""
+        ended_fs = now_fs if request.abort_fs is None else request.abort_fs
+        self._end(request, request.outcome or Outcome.ABORTED, request.reason, ended_fs)
+
     def _assert_progress(self) -> None:
+        if self._offload is not None and self._offload.in_flight:
+            return
         if self.num_waiting and not self.num_running and not self.pool.num_quarantined:
             head = self._scheduler.swapped[0] if self._scheduler.swapped else self._scheduler.waiting.head()
             assert head is not None

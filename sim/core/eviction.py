@@ -8,7 +8,7 @@ do so within one release, and may take a parent first that a less important, or 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from heapq import heappop, heappush, nsmallest
 from itertools import islice
 from typing import Protocol
@@ -29,6 +29,14 @@ class FreeQueue(Protocol):
 
     def remove(self, block_id: int) -> None:
         """A block has a holder again."""
+        ...
+
+    def set_aside(self, block_ids: Iterable[int]) -> None:
+        """These blocks cannot be taken until they are put back: a copy reads them."""
+        ...
+
+    def put_back(self, block_ids: Sequence[int]) -> None:
+        """Blocks that were set aside, in the order in which they stood, are next in line again."""
         ...
 
     def found(self, block_ids: Iterable[int]) -> None:
@@ -71,6 +79,17 @@ class LruQueue:
         """From the middle."""
         del self._queue[block_id]
 
+    def set_aside(self, block_ids: Iterable[int]) -> None:
+        """From the middle."""
+        for block_id in block_ids:
+            del self._queue[block_id]
+
+    def put_back(self, block_ids: Sequence[int]) -> None:
+        """To the head."""
+        for block_id in reversed(block_ids):
+            self._queue[block_id] = None
+            self._queue.move_to_end(block_id, last=False)
+
     def found(self, block_ids: Iterable[int]) -> None:
         """Being found is no use until it ends."""
 
@@ -90,6 +109,7 @@ class RankedQueue:
         self._is_findable = is_findable
         self._entry: dict[int, tuple[float, int, int]] = {}
         self._heap: list[tuple[float, int, int]] = []
+        self._aside: dict[int, tuple[float, int, int]] = {}
         self._releases = 0
 
     def rank(self, block_id: int, worth: float) -> float:
@@ -124,6 +144,20 @@ class RankedQueue:
     def remove(self, block_id: int) -> None:
         """Its entry stays in the heap until it comes up."""
         del self._entry[block_id]
+
+    def set_aside(self, block_ids: Iterable[int]) -> None:
+        """Their places are remembered."""
+        for block_id in block_ids:
+            self._aside[block_id] = self._entry.pop(block_id)
+
+    def put_back(self, block_ids: Sequence[int]) -> None:
+        """Where they stood; one whose content was forgotten meanwhile before all others."""
+        for block_id in block_ids:
+            entry = self._aside.pop(block_id)
+            if not self._is_findable(block_id):
+                entry = (float("-inf"), *entry[1:])
+            self._entry[block_id] = entry
+            heappush(self._heap, entry)
 
     def found(self, block_ids: Iterable[int]) -> None:
         """Of interest to subclasses."""

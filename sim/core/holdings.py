@@ -6,6 +6,7 @@ The scheduler decides who gets and who gives; here the tables, the prefix index 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from .blocks import NO_BLOCK
 from .config import EngineConfig
@@ -15,6 +16,9 @@ from .need import admission_blocks, new_blocks_for_whole, skipped_blocks
 from .request import Request
 from .sharing import SharingMeter
 from .tables import BlockTables
+
+if TYPE_CHECKING:
+    from .offload import Offload
 
 
 class Holdings:
@@ -30,6 +34,8 @@ class Holdings:
         self.sharing = SharingMeter(tables.pool, running)
         self.table_blocks = 0
         """Entries in all block tables; a shared block counts once a holder."""
+        self.offload: Offload | None = None
+        """The CPU prefix tier, if there is one."""
 
     def hold(self, request: Request, change: int, now_fs: int) -> None:
         """Account for `change` blocks added to a request's table (or, when negative, given back)."""
@@ -67,6 +73,16 @@ class Holdings:
         request.num_registered = 0
         return self.tables.release(request.table, f"{request.request_id} ({why})", worth=-float(request.spec.priority))
 
+    def release_unwritten(self, request: Request, written: int, why: str, fence: int, now_fs: int) -> None:
+        """Give back all blocks of a request, of which a copy still writes those after the first `written`."""
+        by, worth = f"{request.request_id} ({why})", -float(request.spec.priority)
+        self.sharing.leave(request, now_fs)
+        self.hold(request, -request.held_blocks, now_fs)
+        request.num_registered = 0
+        blocks, request.table.blocks = request.table.blocks, []
+        self.pool.release(blocks[written:], by, fence)
+        self.pool.release(blocks[:written], by, worth=worth)
+
     def find(self, request: Request) -> list[int]:
         """Blocks with the longest cached prefix of a waiting request.
 
@@ -74,12 +90,16 @@ class Holdings:
         """
         if not self.reuses(request):
             return []
+        hits = self.pool.find(request.keys.keys(0, self.findable_blocks(request)))
+        passed = skipped_blocks(len(hits) * self.config.block_size, self.config.block_size, self.config.sliding_window)
+        return [NO_BLOCK] * passed + hits[passed:]
+
+    def findable_blocks(self, request: Request) -> int:
+        """Leading blocks of a waiting request that may have been computed before, without the last token's."""
         stop = (request.num_tokens - 1) // self.config.block_size
         if not request.num_preemptions:
             stop = min(stop, request.keys.num_shared)  # its private blocks have never been computed
-        hits = self.pool.find(request.keys.keys(0, stop))
-        passed = skipped_blocks(len(hits) * self.config.block_size, self.config.block_size, self.config.sliding_window)
-        return [NO_BLOCK] * passed + hits[passed:]
+        return stop
 
     def reuses(self, request: Request) -> bool:
         """Whether a request takes part in the prefix cache."""
@@ -99,8 +119,11 @@ class Holdings:
     def _register_upto(self, request: Request, stop: int) -> None:
         start = request.num_registered
         if start < stop:
-            self.pool.index.add(request.table.blocks[start:stop], request.keys.keys(start, stop))
+            blocks, keys = request.table.blocks[start:stop], request.keys.keys(start, stop)
+            self.pool.index.add(blocks, keys)
             request.num_registered = stop
+            if self.offload is not None:
+                self.offload.note(blocks, keys)
 
     def forget_private(self, request: Request) -> None:
         """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for."""
@@ -108,6 +131,8 @@ class Holdings:
             stop = request.computed_high // self.config.block_size
             private = request.keys.keys(min(request.keys.num_shared, stop), stop)
             self.pool.forget(block_id for key in private for block_id in self.pool.index.find([key]))
+            if self.offload is not None:
+                self.offload.forget(request, private)
 
     def prompt_blocks(self, request: Request, hits: list[int]) -> int:
         """Blocks that the whole of a waiting request takes from the free queue, beyond its hits."""

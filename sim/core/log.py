@@ -21,10 +21,12 @@ class Decisions:
     admitted: list[str] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     ladder: list[tuple[str, str]] = field(default_factory=list)
+    saved: list[list[tuple[int, int]]] = field(default_factory=list)
+    loaded: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
 
     def entry(self, step: int, scheduled: list[tuple[str, int, list[int]]]) -> dict[str, object]:
-        """The log entry of `step`; keys and order are those of the decision-log format."""
-        return {
+        """The log entry of `step`; keys and order are those of the decision-log format, and copies of a CPU prefix tier where any begin."""
+        entry: dict[str, object] = {
             "step": step,
             "scheduled": scheduled,
             "preempted": self.preempted,
@@ -36,6 +38,11 @@ class Decisions:
             "rejected": self.rejected,
             "ladder": self.ladder,
         }
+        if self.saved:
+            entry["saved"] = self.saved
+        if self.loaded:
+            entry["loaded"] = self.loaded
+        return entry
 
     @property
     def any(self) -> bool:

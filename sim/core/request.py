@@ -97,6 +97,7 @@ class State(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     SWAPPED = "swapped"
     ENDED = "ended"

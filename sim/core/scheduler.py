@@ -9,6 +9,8 @@ Source: vLLM V1 `Scheduler.schedule` (engine-policies §1.1.2); for the other ba
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import chain
 
 from .admission import Admission, Rejection
 from .blocks import NO_BLOCK, BlockPool
@@ -19,6 +21,7 @@ from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
 from .need import blocks_for, skipped_blocks
+from .offload import Loading, Offload
 from .policy import Batching, Policy
 from .relief import cap_output, is_paused, shed
 from .request import Request, State
@@ -47,7 +50,10 @@ class Scheduler:
         """Those of them with more to compute than the decode set's one token, or that missed a step."""
         self.knobs = Knobs()
         """What the degradation ladder has turned."""
-        self.holdings = Holdings(config, tables, self.knobs, self.running.values)
+        self.holdings = Holdings(config, tables, self.knobs, self.holders)
+        self.offload = Offload(config, self.holdings) if config.num_cpu_prefix_blocks else None
+        """The CPU prefix tier, if there is one."""
+        self.holdings.offload = self.offload
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
@@ -59,6 +65,10 @@ class Scheduler:
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
         """Prompt tokens looked up, and found, at first admissions; what a request finds of its own after a preemption does not count."""
+
+    def holders(self) -> Iterable[Request]:
+        """All requests that hold blocks: the running, and those whose prefix is loaded."""
+        return self.running.values() if self.offload is None else chain(self.running.values(), self.offload.loading)
 
     @property
     def version(self) -> int:
@@ -95,7 +105,9 @@ class Scheduler:
             self._serve_all(draft, now_fs)
         else:
             self._serve_in_order(draft, now_fs)
-        if batch_is_open and self._policy.batching is not Batching.PREFILL_FIRST and not draft.preempted:
+        if batch_is_open and self._policy.batching is not Batching.PREFILL_FIRST and not (
+            draft.preempted or draft.waits
+        ):
             self._admit(draft, now_fs)
         return draft
 
@@ -182,6 +194,9 @@ class Scheduler:
                 continue
             asked = self._ask(request, draft)  # settled before victims are looked for, as in vLLM
             while (num_tokens := self._serve(request, asked, draft, now_fs)) is None:
+                if self._comes_back(request, asked):
+                    draft.waits = True
+                    break
                 victim = self._policy.victim(self.running, self.decode.known)
                 place = order.index(victim)
                 del order[place]
@@ -198,6 +213,14 @@ class Scheduler:
             self.decode.leave(request)
             self.catching_up[request.order] = request
         self.catching_up = dict(sorted(self.catching_up.items()))
+
+    def _comes_back(self, request: Request, num_tokens: int) -> bool:
+        """Whether the blocks that a request lacks are only being saved: then it waits, and nobody gives way (vLLM #49675)."""
+        aside = self.pool.num_set_aside if self.offload is not None else 0
+        if not aside:
+            return False
+        need = self._tables.need(request.table, self.decode.computed(request), num_tokens)
+        return need <= self.pool.num_free + aside
 
     def _undo(self, victim: Request, served: dict[int, int], draft: Draft) -> None:
         """Take back what a victim was given earlier in this step; its blocks go with the rest of its table."""
@@ -279,7 +302,15 @@ class Scheduler:
     # -- waiting requests -----------------------------------------------------------------------------------------
 
     def _admit(self, draft: Draft, now_fs: int) -> None:
-        """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last."""
+        """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last.
+
+        Before both go those whose prefix has been loaded: they hold their blocks already.
+        """
+        while self.offload is not None and self.offload.ready:
+            if not draft.budget or len(self.running) >= self.config.max_num_seqs:
+                return
+            if not self._start_loaded(self.offload.ready[0], draft, now_fs):
+                return
         while self.swapped and not is_paused(self, self.swapped[0]):
             if not draft.budget or len(self.running) >= self.config.max_num_seqs or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
@@ -326,6 +357,8 @@ class Scheduler:
             draft.unservable.append((request, outgrown))
             return True
         hits = self.holdings.find(request)
+        if self.offload is not None and (said := self._load(self.offload, request, hits, draft, now_fs)) is not None:
+            return said
         hit_tokens = len(hits) * config.block_size
         missing = request.num_tokens - hit_tokens
         allowed = self._allowed(request, draft)
@@ -349,13 +382,7 @@ class Scheduler:
         self._run(request, now_fs)
         request.num_computed_tokens = hit_tokens
         request.num_registered = len(hits)
-        cap = self.knobs.cap_new
-        if cap is not None and not self.knobs.spares(request.spec.priority):
-            cap_output(self, request, cap, "cap_new")
-        if not request.num_preemptions:
-            request.prefix_hit_tokens = hit_tokens
-            self.prefix_queried_tokens += request.num_tokens
-            self.prefix_hit_tokens += hit_tokens
+        self._start_accounts(request, hit_tokens)
         self.holdings.hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
         if hits:
             self.holdings.sharing.join(request, hits, now_fs)
@@ -363,6 +390,53 @@ class Scheduler:
         draft.admitted.append(request)
         draft.shares[request.order] = Share(request, num_tokens, hit_tokens, [*hits, *allocation.new_blocks])
         self.holdings.register(request, hit_tokens + num_tokens)
+        return True
+
+    def _start_accounts(self, request: Request, hit_tokens: int) -> None:
+        """Cap a request that starts, if the ladder says so, and count what it found on the device at its first start."""
+        cap = self.knobs.cap_new
+        if cap is not None and not self.knobs.spares(request.spec.priority):
+            cap_output(self, request, cap, "cap_new")
+        if not request.num_preemptions:
+            request.prefix_hit_tokens = hit_tokens
+            self.prefix_queried_tokens += request.num_tokens
+            self.prefix_hit_tokens += hit_tokens
+
+    def _load(self, offload: Offload, request: Request, hits: list[int], draft: Draft, now_fs: int) -> bool | None:
+        """Load the prefix of the head of the queue from the CPU tier; False: it must wait; None: there is nothing to load."""
+        found = offload.find(request, len(hits))
+        if not found:
+            return False if found is None else None
+        whole, need = offload.need(request, hits)
+        said = self._admission.may_start(request, need, self.view_at(now_fs))
+        if isinstance(said, Rejection):
+            self.waiting.pop()
+            draft.turned_away.append((request, said))
+            return True
+        if not said or need > self.pool.num_free:
+            return False
+        self.waiting.pop()
+        self.num_admissions += 1
+        offload.begin_load(request, hits, found, whole, now_fs)
+        return True
+
+    def _start_loaded(self, loading: Loading, draft: Draft, now_fs: int) -> bool:
+        """Start a request whose load has ended, with what it could load; False leaves it where it is."""
+        assert self.offload is not None
+        request, computed = loading.request, loading.request.num_computed_tokens
+        missing = request.num_tokens - computed
+        num_tokens = min(missing, self._allowed(request, draft))
+        if not num_tokens or (num_tokens < missing and not self.config.enable_chunked_prefill):
+            return False
+        self.offload.leave(loading, now_fs)
+        spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
+        self.holdings.hold(request, -len(spare), now_fs)
+        self._run(request, now_fs)
+        self._start_accounts(request, loading.hits * self.config.block_size)
+        self._take(request, num_tokens, draft)
+        draft.admitted.append(request)
+        draft.shares[request.order] = Share(request, num_tokens, computed, request.table.blocks.copy())
+        self.holdings.register(request, computed + num_tokens)
         return True
 
     def _run(self, request: Request, now_fs: int) -> None:

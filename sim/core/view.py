@@ -136,8 +136,9 @@ class EngineView:
 
     @property
     def num_running(self) -> int:
-        """Admitted requests."""
-        return len(self._scheduler.running)
+        """Admitted requests, those whose prefix is being loaded included."""
+        scheduler = self._scheduler
+        return len(scheduler.running) + (0 if scheduler.offload is None else len(scheduler.offload.loading))
 
     @property
     def num_admissions(self) -> int:
@@ -177,7 +178,8 @@ class EngineView:
     @property
     def all_decoding(self) -> bool:
         """Whether every running request gains exactly one token a decode step: none is computing its prompt or catching up."""
-        return not self._scheduler.catching_up
+        scheduler = self._scheduler
+        return not scheduler.catching_up and (scheduler.offload is None or not scheduler.offload.loading)
 
     @property
     def drain(self) -> DrainMeter:
@@ -185,8 +187,8 @@ class EngineView:
         return self._scheduler.drain
 
     def running(self) -> Iterator[RunningView]:
-        """The running requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
-        return (RunningView(request, self._scheduler) for request in self._scheduler.running.values())
+        """The admitted requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
+        return (RunningView(request, self._scheduler) for request in self._scheduler.holders())
 
     def output_cap(self, spec: RequestSpec | RunningView) -> int:
         """Most output tokens a request can come to: its client's cap, or else what the context has room for."""

@@ -27,6 +27,8 @@ class ModelExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """The durations of the plan's steps; a stretch is priced in closed form."""
         shape = plan.shape
+        if not shape.num_tokens:
+            return StepResult(durations=Durations.one(0))
         if plan.repeat == 1:
             return StepResult(durations=Durations.one(self._cost.step_fs(shape)))
         return StepResult(

@@ -29,6 +29,8 @@ class WorkspaceExecutor:
         if device.faults.double_release_due(plan.start_fs):
             self._release_twice(plan)
         result = self._inner.execute(plan)
+        if not plan.shape.num_tokens:
+            return result
         if not device.faults and device.steps.need(plan.shape, plan.repeat).bytes <= device.workspace_bytes:
             return result  # nothing changes with time, and the last step is the widest
         step = self._first_failure(plan, result.durations)
