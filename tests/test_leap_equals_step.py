@@ -257,6 +257,73 @@ def test_every_policy_leaves_the_same_whether_the_engine_leaps_or_steps(scenario
     assert_leap_equals_step(scenario)
 
 
+@st.composite
+def tiered(draw: st.DrawFn) -> EngineConfig:
+    """Engines with a CPU prefix tier, from one block to more than is ever saved."""
+    config = draw(configs(cpu_blocks=(100, 0, 0)))
+    return replace(
+        config,
+        block_size=4,
+        num_gpu_blocks=draw(st.sampled_from([11, 14, 20])),
+        max_model_len=44,
+        enable_prefix_caching=True,
+        sliding_window=None,
+        num_cpu_prefix_blocks=draw(st.sampled_from([1, 4, 20, 500])),
+        cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
+    )
+
+
+@st.composite
+def returning_lists(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
+    """Turns of a few conversations: the same beginnings come back when others have taken their blocks."""
+    arrival_ticks, made = 0, []
+    for number in range(draw(st.integers(6, 20))):
+        arrival_ticks += draw(st.sampled_from([0, 0, 8, 24, 61]))
+        output_tokens = draw(st.integers(1, 15))
+        conversation, turns = draw(st.sampled_from("abcde")), draw(st.integers(1, 3))
+        patience = draw(st.sampled_from([None] * 5 + [2, 8, 20, 64]))
+        made.append(
+            at(
+                arrival_ticks,
+                f"r{number}",
+                8 * turns + draw(st.integers(1, 5)),
+                output_tokens,
+                max_tokens=draw(st.sampled_from([None, output_tokens, 15])),
+                priority=draw(st.integers(0, 2)),
+                content_ids=tuple(f"{conversation}{turn}" for turn in range(turns)),
+                content_block_tokens=8,
+                cancel_after_s=None if patience is None else patience * TICK_S,
+            )
+        )
+    return tuple(made)
+
+
+copying_costs = st.builds(
+    FixedCost,
+    st.just(8 * TICK_S),
+    per_context_token_s=st.sampled_from([0.0, TICK_S / 4]),
+    per_copied_block_s=st.sampled_from([0.0, TICK_S / 2, TICK_S, 8 * TICK_S, 30 * TICK_S]),
+)
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(
+        Scenario,
+        tiered(),
+        copying_costs,
+        returning_lists(),
+        st.sampled_from([1, 1, 2]),
+        max_concurrency=st.sampled_from([None, None, 1, 3]),
+        policy=policies,
+    ),
+    st.sampled_from([0, 2, 3]),
+)
+def test_a_cpu_prefix_tier_leaves_the_same_whether_the_engine_leaps_or_steps(scenario: Scenario, failing: int) -> None:
+    """Every second or third copy fails, or none; whatever fails is computed instead, and everybody's request ends."""
+    assert_leap_equals_step(scenario, failing_copies=lambda fence: failing > 0 and fence % failing == 0)
+
+
 several_replicas = st.sampled_from([2, 3])
 closed_loops = st.sampled_from([None, None, 2, 4])
 

@@ -171,8 +171,8 @@ class BlockPool:
     def read(self, block_ids: Sequence[int], fence: int) -> None:
         """A copy reads these blocks, free or held, until `fence` has passed; before that nobody is given them to write (I9).
 
-        Free ones wait in quarantine and come back to the head of the free queue, in this order; held ones wait there if they are
-        released before. No block may be read by two copies at once.
+        Free ones wait in quarantine and keep their places in the free queue; held ones wait there if they are released before. No block
+        may be read by two copies at once.
         """
         aside = [block_id for block_id in block_ids if not self.ref_cnt(block_id)]
         self._read_by.update(dict.fromkeys(block_ids, fence))

@@ -142,6 +142,16 @@ class EngineCore:
         return self._scheduler.prefix_hit_tokens
 
     @property
+    def offload(self) -> Offload | None:
+        """The CPU prefix tier and its copies, if there is one."""
+        return self._offload
+
+    @property
+    def cpu_hit_tokens(self) -> int:
+        """Prompt tokens that were not found in the prefix cache, and loaded from the CPU tier."""
+        return 0 if self._offload is None else self._offload.hit_tokens
+
+    @property
     def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet."""
         return tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released)

@@ -8,9 +8,9 @@ do so within one release, and may take a parent first that a less important, or 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, Iterable, Set
 from heapq import heappop, heappush, nsmallest
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Protocol
 
 
@@ -35,8 +35,8 @@ class FreeQueue(Protocol):
         """These blocks cannot be taken until they are put back: a copy reads them."""
         ...
 
-    def put_back(self, block_ids: Sequence[int]) -> None:
-        """Blocks that were set aside, in the order in which they stood, are next in line again."""
+    def put_back(self, block_ids: Iterable[int]) -> None:
+        """Blocks that were set aside can be taken again, when it is their turn."""
         ...
 
     def found(self, block_ids: Iterable[int]) -> None:
@@ -47,7 +47,7 @@ class FreeQueue(Protocol):
         """What `pop` would take."""
         ...
 
-    def keys(self) -> KeysView[int]:
+    def keys(self) -> Set[int]:
         """The blocks."""
         ...
 
@@ -57,12 +57,13 @@ class LruQueue:
 
     def __init__(self, is_findable: Callable[[int], bool]) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict()
+        self._aside: set[int] = set()  # still in the queue
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) - len(self._aside)
 
     def __contains__(self, block_id: object) -> bool:
-        return block_id in self._queue
+        return block_id in self._queue and block_id not in self._aside
 
     def add(self, block_ids: Iterable[int], worth: float) -> None:
         """To the end of the queue."""
@@ -72,6 +73,11 @@ class LruQueue:
 
     def pop(self, count: int) -> list[int]:
         """From its head."""
+        if self._aside:
+            taken = self.peek(count)
+            for block_id in taken:
+                del self._queue[block_id]
+            return taken
         take = self._queue.popitem
         return [take(last=False)[0] for _ in range(count)]
 
@@ -80,26 +86,25 @@ class LruQueue:
         del self._queue[block_id]
 
     def set_aside(self, block_ids: Iterable[int]) -> None:
-        """From the middle."""
-        for block_id in block_ids:
-            del self._queue[block_id]
+        """They keep their places and are passed over."""
+        self._aside.update(block_ids)
 
-    def put_back(self, block_ids: Sequence[int]) -> None:
-        """To the head."""
-        for block_id in reversed(block_ids):
-            self._queue[block_id] = None
-            self._queue.move_to_end(block_id, last=False)
+    def put_back(self, block_ids: Iterable[int]) -> None:
+        """They are passed over no more."""
+        self._aside.difference_update(block_ids)
 
     def found(self, block_ids: Iterable[int]) -> None:
         """Being found is no use until it ends."""
 
     def peek(self, count: int) -> list[int]:
         """The head."""
+        if self._aside:
+            return list(islice(filterfalse(self._aside.__contains__, self._queue), count))
         return list(islice(self._queue, count))
 
-    def keys(self) -> KeysView[int]:
+    def keys(self) -> Set[int]:
         """The blocks."""
-        return self._queue.keys()
+        return self._queue.keys() - self._aside if self._aside else self._queue.keys()
 
 
 class RankedQueue:
@@ -150,7 +155,7 @@ class RankedQueue:
         for block_id in block_ids:
             self._aside[block_id] = self._entry.pop(block_id)
 
-    def put_back(self, block_ids: Sequence[int]) -> None:
+    def put_back(self, block_ids: Iterable[int]) -> None:
         """Where they stood; one whose content was forgotten meanwhile before all others."""
         for block_id in block_ids:
             entry = self._aside.pop(block_id)
@@ -166,7 +171,7 @@ class RankedQueue:
         """The lowest ranks."""
         return [block_id for _, _, block_id in nsmallest(count, self._entry.values())]
 
-    def keys(self) -> KeysView[int]:
+    def keys(self) -> Set[int]:
         """The blocks."""
         return self._entry.keys()
 

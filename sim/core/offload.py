@@ -59,6 +59,7 @@ class Offload:
         self._saves: dict[int, list[TierBlock]] = {}
         self._loads: dict[int, Loading] = {}
         self._no_load: set[Request] = set()
+        self._tried: dict[int, int] = {}  # by block: its content that was saved, and may be gone from the tier since
         self._fence = 0
         self.save_all = False
         """Whether all cached blocks that nobody holds are to be saved, and not only those that are next to be reused (`offload_cache`)."""
@@ -108,6 +109,7 @@ class Offload:
         """Take the blocks and load; there must be enough."""
         pool, holdings = self._pool, self._holdings
         pool.acquire(hits)
+        self.used(hits)
         blocks = pool.allocate(whole - len(hits))
         assert blocks is not None  # `need` was compared with what is free
         request.table.blocks = [*hits, *blocks]
@@ -156,6 +158,11 @@ class Offload:
         """Blocks that were taken to be saved are not saved in this plan."""
         self._completed.extendleft(reversed(completed))
 
+    def used(self, block_ids: Iterable[int]) -> None:
+        """These were found on the device and are held again: they are worth saving again."""
+        for block_id in block_ids:
+            self._tried.pop(block_id, None)
+
     def save(self, completed: deque[tuple[int, int]]) -> tuple[Save, ...]:
         """Begin to save what is due: the blocks completed by earlier steps, or those that will be evicted next."""
         pool = self._pool
@@ -169,7 +176,7 @@ class Offload:
             if pool.index.key_of(block_id) != key or key in self.tier or pool.is_read(block_id):
                 continue
             if pool.is_free(block_id):
-                if not room:
+                if room <= 0:
                     put_off.append((block_id, key))
                     continue
                 room -= 1
@@ -179,6 +186,7 @@ class Offload:
             block = self.tier.begin_save(key)
             if block is None:
                 break
+            self._tried[block_id] = key
             source.append(block_id)
             target.append(block)
         if not self._write_back:
@@ -199,23 +207,22 @@ class Offload:
             return pool.num_free
         window = max(self._window - pool.num_set_aside, 0)
         ahead = pool.peek(min(window + LOOK_AHEAD_BLOCKS, pool.num_free))
-        unsaved = next((place for place, block_id in enumerate(ahead) if self._is_unsaved(block_id)), len(ahead))
+        unsaved = next((place for place, block_id in enumerate(ahead) if self._unsaved(block_id) is not None), len(ahead))
         return max(unsaved - window, 0)
 
     def _next_evicted(self) -> list[tuple[int, int]]:
         """Blocks not saved yet among those that are to be reused next."""
         pool = self._pool
         window = pool.num_free if self.save_all else min(max(self._window - pool.num_set_aside, 0), pool.num_free)
-        key_of = pool.index.key_of
-        return [
-            (block_id, key)
-            for block_id in pool.peek(window)
-            if (key := key_of(block_id)) is not None and key not in self.tier
-        ]
+        unsaved = ((block_id, self._unsaved(block_id)) for block_id in pool.peek(window))
+        return [(block_id, key) for block_id, key in unsaved if key is not None]
 
-    def _is_unsaved(self, block_id: int) -> bool:
+    def _unsaved(self, block_id: int) -> int | None:
+        """The content of a block, if it has some that was not saved since it was last used: a tier that is too small would otherwise
+        save the same blocks in turn for ever.
+        """
         key = self._pool.index.key_of(block_id)
-        return key is not None and key not in self.tier
+        return None if key is None or key in self.tier or self._tried.get(block_id) == key else key
 
     # -- fences -----------------------------------------------------------------------------------------------------------
 

@@ -386,6 +386,8 @@ class Scheduler:
         self.holdings.hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
         if hits:
             self.holdings.sharing.join(request, hits, now_fs)
+            if self.offload is not None:
+                self.offload.used(hits)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
         draft.shares[request.order] = Share(request, num_tokens, hit_tokens, [*hits, *allocation.new_blocks])
