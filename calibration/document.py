@@ -10,11 +10,22 @@ import numpy as np
 
 from sim.costs.profile_file import SCHEMA, SCHEMA_VERSION, read_profile
 
+from .split import interval
 from .tent import Array, mixture, never_falling
 
 PADDED_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM V1 captures CUDA graphs by default. **Source:** vLLM 0.19 `compilation_config`, as printed by a run."""
-HOST_NOT_FITTED = {"step_us": 0.0, "seq_us": 0.0, "origin": "not fitted: kernels only"}
+HOST_STATED = {
+    "step_us": 0.0,
+    "seq_us": 0.0,
+    "kernel_gap_us": 0.85,
+    "kernels_per_layer": 10,
+    "kernels_per_step": 10,
+    "origin": "stated, not fitted: 0.85 us between two kernels of a captured graph (0.34 ms a step of 397 kernels, Qwen3-4B on an "
+    "RTX 5070 Ti: pegainfer blog, part 4, March 2026); kernel tables hold the kernels alone",
+}
+"""What a step takes beyond its kernels, where no run was measured. A layer is two norms, four matrices, rotary embedding, KV write,
+attention and activation, and two collectives where there are several ranks; a step also embeds, normalises, and samples."""
 TOLERANCE = 0.004
 """A knot is dropped where the line without it stays so close, relatively."""
 
@@ -22,6 +33,29 @@ TOLERANCE = 0.004
 def document(**fields: Any) -> dict[str, Any]:
     """A profile with the schema's own fields first."""
     return {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "time_unit": "us", **fields}
+
+
+def taken_samples(error: dict[str, Any]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Draws of how far each term may be off, taken out of the errors they were found with, and their central 95 %.
+
+    Keys are terms: `held_out_decode` gives `decode`.
+    """
+    samples = {
+        key.removeprefix("held_out_"): part.pop("samples")
+        for key, part in error.items()
+        if isinstance(part, dict) and "samples" in part
+    }
+    return samples, {term: interval(np.asarray(drawn)) for term, drawn in samples.items()}
+
+
+def pooled(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and 95th percentile over the points of all `parts` together, each of which keeps its `off`."""
+    off = np.abs(np.concatenate([part.pop("off") for part in parts]))
+    return {
+        "points": int(off.size),
+        "median": round(float(np.median(off)), 5),
+        "p95": round(float(np.quantile(off, 0.95)), 5),
+    }
 
 
 def write(profile: dict[str, Any], path: Path) -> None:

@@ -15,19 +15,21 @@ from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.costs.compose import matrices
 
-from .attention import FULLNESS, AttentionFit, fit_attention, judge_attention
-from .document import HOST_NOT_FITTED, PADDED_SIZES, document
+from .attention import fit_attention, judge_attention
+from .document import HOST_STATED, PADDED_SIZES, document, taken_samples
 from .errors import CalibrationError
-from .fit_model import catalogue_name, skew_terms
-from .gemm import TOKENS, WIDTHS
+from .fit_model import attention_json, catalogue_name, skew_table
+from .gemm import WIDTHS
 from .readers.aiconfigurator import HEAD_DIM
 from .readers.llmservingsim import LICENCE, SOURCE, KernelProfile
-from .split import error_summary
+from .skew import skew_terms
+from .split import error_summary, residual_samples
 from .tent import Array, robust_nonnegative
 
 MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 SHORT = ("layernorm", "rotary_emb", "act_fn")
 LEAST_SHAPES = 4
+MATRICES_OF_A_LAYER = len(MATRICES)
 
 
 def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: str) -> dict[str, Any]:
@@ -42,19 +44,21 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
         )
     device = gpu(catalogue_name(names.pop()))
     shapes, times = _timed_matrices(sources)
-    fitted, error = _gemm(shapes, times)
+    fitted, gemm_error = _gemm(shapes, times)
     calls = [
         (
             source.attention[["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"]].to_numpy(float),
-            source.attention["time_us"],
+            source.attention["time_us"].to_numpy(float),
         )
         for source in sources
     ]
-    attention = [fit_attention(points, us.to_numpy(float)) for points, us in calls]
-    judged = [judge_attention(points, us.to_numpy(float))["held_out"] for points, us in calls]
-    skew, _ = skew_terms(next((source.skew for source in sources if source.skew is not None), None))
+    waves = [device.sm_count / _heads(source)[0] for source in sources]
+    judged = [judge_attention(*call, wave) for call, wave in zip(calls, waves, strict=True)]
+    unequal = next((table for table in map(skew_table, sources) if table is not None), None)
+    skew, _ = skew_terms(unequal)
     one = [_at_one_token(source) for source in sources]
-    medians = [error["median"], *(part["median"] for part in judged)]
+    samples, intervals = taken_samples({"held_out_gemm_bfloat16": gemm_error} | judged[0])
+    whole = [gemm_error, *(part["held_out"] for part in judged)]
     return document(
         name=device.name,
         kind="gpu",
@@ -63,7 +67,8 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             "gemm": {
                 "bfloat16": {"tokens": list(TOKENS_HERE), "n": list(WIDTHS), "k": list(WIDTHS), "us": _table(fitted)}
             },
-            "attention": [_entry(source, fit) for source, fit in zip(sources, attention, strict=True)],
+            "attention": [_entry(source, call, wave) for source, call, wave in zip(sources, calls, waves, strict=True)],
+            "stairs": True,
             "head_dim": HEAD_DIM,
             "all_reduce": {},
             "short_kernel_us": round(float(np.mean(one)), 3),
@@ -71,20 +76,25 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             "bandwidth_share": 0.8,
             "sampler_us": round(float(np.mean([_sampler_us(source) for source in sources])), 2),
             **skew,
+            "skew_kv_heads": unequal.kv_heads if unequal else 0,
         },
-        host=HOST_NOT_FITTED,
+        host=HOST_STATED,
         padded_sizes=list(PADDED_SIZES),
         range={"max_tokens": TOKENS_HERE[-1], "max_seqs": 256, "max_context_tokens": 16384},
         error={
             "held_out": {
-                "median": round(float(np.median(medians)), 5),
-                "p95": round(max(error["p95"], *(part["p95"] for part in judged)), 5),
+                "median": round(float(np.median([part["median"] for part in whole])), 5),
+                "p95": max(part["p95"] for part in whole),
             },
-            "held_out_gemm_shape": error,
-            **{f"held_out_attention_{i}": part for i, part in enumerate(judged)},
+            "held_out_gemm_shape": gemm_error,
+            **{
+                f"held_out_attention, {source.folder.name}.tp{source.tensor_parallel_size}": part["held_out"]
+                for source, part in zip(sources, judged, strict=True)
+            },
             "end_to_end": "not yet judged end to end",
         },
-        intervals={},
+        intervals=intervals,
+        samples=samples,
         identifiability=[
             f"matrices of {len(shapes)} shapes were timed: others are priced by their size alone, whatever their proportions",
             "no collective was timed: tensor parallelism is refused",
@@ -101,7 +111,10 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
     )
 
 
-TOKENS_HERE = tuple(count for count in TOKENS if count <= 2048 and count % 16 in (0, 1, 2, 4, 8))
+TOKENS_HERE = (
+    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 384, 512, 513, 768, 769),
+    *(1024, 1025, 1536, 1537, 2048),
+)
 """Token counts that LLMServingSim's tables reach."""
 
 
@@ -135,7 +148,8 @@ def _gemm(sizes: Array, times: dict[int, Array]) -> tuple[Array, dict[str, Any]]
             values = robust_nonnegative(design[kept], times[count][kept]).values
             predicted.append(float(design[out] @ values))
             measured.append(float(times[count][out]))
-    return fitted, error_summary(np.asarray(predicted), np.asarray(measured))
+    off = np.asarray(predicted), np.asarray(measured)
+    return fitted, error_summary(*off) | {"samples": residual_samples(*off, MATRICES_OF_A_LAYER)}
 
 
 def _table(fitted: Array) -> list[list[list[float]]]:
@@ -144,27 +158,20 @@ def _table(fitted: Array) -> list[list[list[float]]]:
     return [[[float(f"{value:.4g}") for value in row] for row in level] for level in levels.tolist()]
 
 
-def _entry(source: KernelProfile, fit: AttentionFit) -> dict[str, Any]:
-    kind = model_shape(source.meta["model"]).attention[0]
-    ranks = source.tensor_parallel_size
-
-    def table(values: Array) -> list[list[float]]:
-        return [[round(float(value), 2) for value in row] for row in values]
-
+def _entry(source: KernelProfile, calls: tuple[Array, Array], wave_tiles: float) -> dict[str, Any]:
+    heads, kv_heads = _heads(source)
     return {
-        "heads": kind.num_heads // ranks,
-        "kv_heads": kind.kv_heads_per_rank(ranks),
+        "heads": heads,
+        "kv_heads": kv_heads,
         "kv_dtype": "bfloat16",
-        "prefill": {
-            "chunk": list(fit.chunk_knots),
-            "context": list(fit.context_knots),
-            "us": table(fit.prefill.values),
-        },
-        "decode": {"seqs": list(fit.seqs_knots), "context": list(fit.kv_knots), "us": table(fit.decode.values)},
-        "mixed": {"seqs": list(fit.seqs_knots), "context": list(fit.kv_knots), "us": table(fit.mixed.values)},
-        "mixed_tile_us": round(fit.mixed_tile_us, 6),
-        "overlap": {"tiles": list(FULLNESS), "exponent": list(fit.overlap)},
+        **attention_json(fit_attention(*calls, wave_tiles)),
     }
+
+
+def _heads(source: KernelProfile) -> tuple[int, int]:
+    """Query and KV heads of a rank."""
+    kind, ranks = model_shape(source.meta["model"]).attention[0], source.tensor_parallel_size
+    return kind.num_heads // ranks, kind.kv_heads_per_rank(ranks)
 
 
 def _at_one_token(source: KernelProfile) -> float:

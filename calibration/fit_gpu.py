@@ -5,22 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sim.catalog.gpus import gpu
 
-from .document import HOST_NOT_FITTED, PADDED_SIZES, document
+from .attention import TOGETHER, decode_features
+from .document import HOST_STATED, PADDED_SIZES, document, pooled, taken_samples
 from .errors import CalibrationError
-from .gemm import TOKENS, fit_gemm
+from .field import at, fit_field
+from .gemm import MAX_TOKENS, fit_gemm
 from .readers.aiconfigurator import HEAD_DIM, LICENCE, SOURCE, KernelTables
-from .split import error_summary, held_out_mask
-from .tent import Array, fit_grid, mixture
+from .split import error_summary, held_out_mask, residual_samples
+from .tent import Array, robust_nonnegative
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-KV = (16, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-CHUNKS = (16, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
+KV = (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384)
 HEADS = (
     (32, 8),
     (16, 4),
@@ -38,6 +41,9 @@ HEADS = (
 )
 """Query and KV heads of a rank, for common models and tensor-parallel sizes."""
 SMALL_BYTES = 2 << 20
+"""Calls that read less are mostly launch, wherever they read from."""
+LAUNCH_ONLY = 16
+"""So are those of so short contexts."""
 CACHE_MARGIN = 1.2
 MIXED_FACTOR = {"FlashAttention 2": 1.6, "FlashAttention 3": 1.3}
 """What a decode's attention costs beside a prefill, as a multiple of a call of its own. Not in these tables. The first is the middle of
@@ -49,15 +55,14 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
     device = gpu(source.gpu)
     gemm: dict[str, Any] = {}
     error: dict[str, Any] = {}
-    intervals: dict[str, list[float]] = {}
     for dtype in sorted(set(source.gemm["gemm_dtype"])):
         part = source.gemm[source.gemm["gemm_dtype"] == dtype]
-        gemm[dtype], error[f"held_out_gemm_{dtype}"], intervals[f"gemm_{dtype}"] = fit_gemm(part, dtype)
+        gemm[dtype], error[f"held_out_gemm_{dtype}"] = fit_gemm(part, dtype, device.memory_bandwidth_bytes_per_s)
     attention, attention_errors = _attention(source, device.l2_cache_bytes)
     error |= attention_errors
     kernel = "FlashAttention 3" if device.architecture == "hopper" else "FlashAttention 2"
-    judged = [value["median"] for key, value in error.items() if key.startswith("held_out_")]
-    worst = [value["p95"] for key, value in error.items() if key.startswith("held_out_") and "axis" not in key]
+    whole = pooled([part for key, part in error.items() if "off" in part])
+    samples, intervals = taken_samples(error)
     return document(
         name=device.name,
         kind="gpu",
@@ -67,24 +72,32 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
             "attention": attention,
             "head_dim": HEAD_DIM,
             "all_reduce": _all_reduce(source.all_reduce),
+            "stairs": kernel == "FlashAttention 2",
             "mixed_factor": MIXED_FACTOR[kernel],
             "short_kernel_us": 2.2,
             "short_kernels_per_layer": 5,
             "bandwidth_share": 0.8,
             "sampler_us": 25.0,
         },
-        host=HOST_NOT_FITTED,
+        host=HOST_STATED,
         padded_sizes=list(PADDED_SIZES),
-        range={"max_tokens": TOKENS[-1], "max_seqs": SEQS[-1], "max_context_tokens": KV[-1]},
+        range={"max_tokens": MAX_TOKENS, "max_seqs": SEQS[-1], "max_context_tokens": KV[-1]},
         error={
-            "held_out": {"median": round(float(np.median(judged)), 5), "p95": round(float(max(worst)), 5)},
+            "held_out": whole,
             **error,
             "end_to_end": "not yet judged end to end",
         },
         intervals=intervals,
+        samples=samples,
         identifiability=[
             "attention of a chunk over tokens cached before it was not timed: derived from the rate of long prompts and how many "
             "multiprocessors the chunk fills",
+            *(
+                f"{dtype} matrices up to {part['left_out_up_to_bytes'] >> 20} MiB were left out: some of them were multiplied faster than "
+                "memory could have delivered them, so they were read from the cache; such shapes are priced by the law of larger ones"
+                for dtype, part in ((key.removeprefix("held_out_gemm_"), part) for key, part in error.items())
+                if "left_out_up_to_bytes" in part
+            ),
             f"decodes beside a prefill were not timed: their attention is taken to cost {MIXED_FACTOR[kernel]} times a call of its own",
             "batches of unequal contexts were not timed: they are priced as if all were as long as their mean",
             f"decode calls whose KV fits the {device.l2_cache_bytes >> 20} MiB cache were left out: repeated, they read it from there; "
@@ -134,19 +147,32 @@ def _attention(source: KernelTables, l2_bytes: int) -> tuple[list[dict[str, Any]
         if held[kind]:
             predicted, measured = (np.concatenate(side) for side in zip(*held[kind], strict=True))
             errors[name] = error_summary(predicted, measured)
+            if kind != "axis":
+                errors[name] |= {
+                    "samples": residual_samples(predicted, measured, TOGETHER),
+                    "off": predicted / measured - 1,
+                }
     return entries, errors
 
 
 def _prefill_line(table: pd.DataFrame, held_out: list[tuple[Array, Array]]) -> dict[str, Any]:
+    """Time of whole prompts by their length."""
     isl, us = table["isl"].to_numpy(float), table["us"].to_numpy(float)
     knots = [chunk for chunk in CHUNKS if isl.min() <= chunk <= isl.max() and chunk in isl]
-    held = held_out_mask(isl.size)
-    held |= ~np.isin(isl, knots)
-    held &= (isl > knots[0]) & (isl < knots[-1])
-    seen = [knot for knot in knots if knot in isl[~held]]
-    values = np.asarray([float(us[isl == knot][0]) for knot in knots])
-    held_out.append((mixture(seen, isl[held]) @ np.asarray([us[isl == knot][0] for knot in seen]), us[held]))
-    return {"chunk": knots, "us": [_short(value) for value in np.maximum.accumulate(values)]}
+
+    def fitted(chosen: npt.NDArray[np.bool_]) -> Array:
+        x, y = isl[chosen], us[chosen]
+        law = robust_nonnegative(_prompt_features(x), y).values
+        return fit_field([knots], [x], y, _prompt_features(np.asarray(knots, dtype=float)) @ law)
+
+    held = held_out_mask(isl.size) & (isl > knots[0]) & (isl < knots[-1])
+    inside = isl >= knots[0]
+    held_out.append((at(fitted(inside & ~held), [knots], [isl[held]]), us[held]))
+    return {"chunk": knots, "us": [_short(value) for value in np.maximum.accumulate(fitted(inside))]}
+
+
+def _prompt_features(tokens: Array) -> Array:
+    return np.stack([np.ones(tokens.size), tokens, tokens**2], axis=1)
 
 
 def _decode_grid(
@@ -154,23 +180,25 @@ def _decode_grid(
 ) -> dict[str, Any]:
     """Time by sequences and KV length, without the calls that read their KV from the cache."""
     kv_bytes = table["batch_size"] * table["kv"] * bytes_per_token
-    cached = (kv_bytes > SMALL_BYTES) & (kv_bytes < CACHE_MARGIN * l2_bytes) & (table["kv"] > KV[0])
+    cached = (kv_bytes > SMALL_BYTES) & (kv_bytes < CACHE_MARGIN * l2_bytes) & (table["kv"] > LAUNCH_ONLY)
     table = table[~cached & (table["batch_size"] <= SEQS[-1]) & (table["kv"] <= KV[-1])]
     n, kv, us = (table[name].to_numpy(float) for name in ("batch_size", "kv", "us"))
+
+    def fitted(chosen: npt.NDArray[np.bool_], knots: tuple[list[int], list[int]]) -> Array:
+        law = robust_nonnegative(decode_features(n[chosen], kv[chosen]), us[chosen]).values
+        x, y = np.meshgrid(*knots, indexing="ij")
+        plain = decode_features(x.ravel().astype(float), y.ravel().astype(float)) @ law
+        return fit_field(knots, (n[chosen], kv[chosen]), us[chosen], np.maximum(plain, 1.0).reshape(x.shape))
+
+    whole = list(SEQS), list(KV)
     held = held_out_mask(us.size)
-    fit = fit_grid(n[~held], kv[~held], us[~held], SEQS, KV)
-    held_out["decode"].append((_grid_at(fit.values, n[held], kv[held]), us[held]))
+    held_out["decode"].append((at(fitted(~held, whole), whole, (n[held], kv[held])), us[held]))
     beyond = n > 128
     if beyond.any():
-        inner = fit_grid(n[~beyond], kv[~beyond], us[~beyond], SEQS, KV)
-        held_out["axis"].append((_grid_at(inner.values, n[beyond], kv[beyond]), us[beyond]))
-    whole = fit_grid(n, kv, us, SEQS, KV)
-    return {"seqs": list(SEQS), "context": list(KV), "us": [[_short(value) for value in row] for row in whole.values]}
-
-
-def _grid_at(values: Array, n: Array, kv: Array) -> Array:
-    result: Array = np.einsum("pi,pj,ij->p", mixture(SEQS, n), mixture(KV, kv), values)
-    return result
+        inner = [count for count in SEQS if count <= 128], list(KV)
+        held_out["axis"].append((at(fitted(~beyond, inner), inner, (n[beyond], kv[beyond])), us[beyond]))
+    values = fitted(np.ones(us.size, dtype=bool), whole)
+    return {"seqs": whole[0], "context": whole[1], "us": [[_short(value) for value in row] for row in values]}
 
 
 def _select(table: pd.DataFrame, heads: int, kv_heads: int, kv_dtype: str) -> pd.DataFrame:

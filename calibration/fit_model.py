@@ -10,18 +10,18 @@ import numpy as np
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 
-from .attention import FULLNESS, AttentionFit, attention_intervals, fit_attention, fit_skew, judge_attention
-from .document import HOST_NOT_FITTED, PADDED_SIZES, document, thinned
+from .attention import AttentionFit, fit_attention, judge_attention
+from .attention_mixed import RATIO_KNOTS
+from .document import HOST_STATED, PADDED_SIZES, document, taken_samples, thinned
 from .readers.llmservingsim import LICENCE, ONCE, SOURCE, KernelProfile
-from .split import error_summary, held_out_mask
+from .skew import SkewTable, skew_terms
+from .split import error_summary, held_out_mask, residual_samples
 from .tent import Array, fit_line
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PER_LAYER_TWICE = "layernorm"
-SKEW_LEAST_US = 40.0
-"""Attention calls shorter than this are mostly launch, and say nothing about skew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +32,42 @@ class _Dense:
     time_us: Array
 
 
-def fit_model_profile(source: KernelProfile, *, date: str, command: str, resamples: int = 20) -> dict[str, Any]:
-    """The profile document. Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown model or GPU."""
+def fit_model_profile(
+    source: KernelProfile, *, date: str, command: str, sibling_skew: SkewTable | None = None
+) -> dict[str, Any]:
+    """The profile document. `sibling_skew` was measured with another model on the same card, and is used where this one has none.
+
+    Raises: CalibrationError when a table cannot identify its term; ConfigError for an unknown model or GPU.
+    """
     model, device = model_shape(source.meta["model"]), gpu(catalogue_name(source.meta["gpu"]))
     layers = model.num_layers
     calls = source.attention[["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"]].to_numpy(float)
     call_us = source.attention["time_us"].to_numpy(float)
-    attention = fit_attention(calls, call_us)
+    wave_tiles = device.sm_count / (model.attention[0].num_heads // source.tensor_parallel_size)
+    attention = fit_attention(calls, call_us, wave_tiles)
     dense, rows = _dense(source.dense, layers), _rows(source.per_sequence)
-    error = judge_attention(calls, call_us) | {"held_out_dense": _judge_line(dense), "held_out_rows": _judge_line(rows)}
-    skew, skew_error = skew_terms(source.skew)
+    error = judge_attention(calls, call_us, wave_tiles) | {
+        "held_out_dense": _judge_line(dense),
+        "held_out_rows": _judge_line(rows),
+    }
+    own_skew = skew_table(source)
+    kv_heads = model.attention[0].kv_heads_per_rank(source.tensor_parallel_size)
+    skew, skew_error = skew_terms(own_skew or sibling_skew, kv_heads)
     if skew_error:
         error["skew"] = skew_error
     notes = [
-        f"{attention.mixed.unidentified} of {attention.mixed.values.size} knots of the table of decodes beside a prefill have no "
-        "measurement near them and were filled in along their neighbours' slopes",
+        *(
+            f"{without} of {knots} knots of the {term} table have no measurement near them and follow the law and their neighbours"
+            for term, (without, knots) in attention.unmeasured.items()
+            if without
+        ),
         "kernels were measured eager: gaps between them in a captured graph, and host time, are not in these terms",
     ]
-    if source.skew is None:
+    if own_skew is None and sibling_skew is not None:
+        notes.append(
+            "batches of unequal contexts were measured with another model on this card: its term is used, by blocks of threads"
+        )
+    elif own_skew is None:
         notes.append(
             "no batches of unequal contexts were measured: they are priced as if all were as long as their mean"
         )
@@ -60,6 +78,7 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str, resampl
     terms = _terms(attention, layers, dense, rows, skew)
     if source.tensor_parallel_size > 1:
         terms["all_reduce"] = _stated_all_reduce(model.hidden_size, layers, source.tensor_parallel_size)
+    samples, intervals = taken_samples(error)
     short = {"meta-llama/Llama-3.1-8B": "llama-3.1-8b", "Qwen/Qwen3-32B": "qwen3-32b"}.get(model.name, model.name)
     return document(
         name=f"{device.name}.{short}.tp{source.tensor_parallel_size}",
@@ -70,7 +89,7 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str, resampl
         dtype="bfloat16",
         kv_cache_dtype="bfloat16",
         terms=terms,
-        host=HOST_NOT_FITTED,
+        host=HOST_STATED,
         padded_sizes=list(PADDED_SIZES),
         range={
             "max_tokens": int(dense.tokens.max()),
@@ -78,7 +97,8 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str, resampl
             "max_context_tokens": int(calls[:, 3].max()),
         },
         error=error | {"end_to_end": "not yet judged end to end"},
-        intervals=attention_intervals(calls, call_us, resamples),
+        intervals=intervals,
+        samples=samples,
         identifiability=notes,
         provenance={
             "source": f"{SOURCE}, {source.folder.name}",
@@ -92,34 +112,53 @@ def fit_model_profile(source: KernelProfile, *, date: str, command: str, resampl
     )
 
 
-def _terms(attention: AttentionFit, layers: int, dense: _Dense, rows: _Dense, skew: dict[str, Any]) -> dict[str, Any]:
-    def table(values: Array) -> list[list[float]]:
-        return [[round(float(value) * layers, 2) for value in row] for row in values]
+def skew_table(source: KernelProfile) -> SkewTable | None:
+    """The source's own measurements of unequal contexts."""
+    if source.skew is None:
+        return None
+    kind = model_shape(source.meta["model"]).attention[0]
+    return SkewTable(
+        table=source.skew,
+        kv_heads=kind.kv_heads_per_rank(source.tensor_parallel_size),
+        sm_count=gpu(catalogue_name(source.meta["gpu"])).sm_count,
+    )
 
-    launch_us = float(attention.prefill.values[0, 0])
+
+def _terms(attention: AttentionFit, layers: int, dense: _Dense, rows: _Dense, skew: dict[str, Any]) -> dict[str, Any]:
     return {
         "dense": _line_json(dense, "tokens"),
         "rows": _line_json(rows, "rows"),
-        "prefill": {
-            "chunk": list(attention.chunk_knots),
-            "context": list(attention.context_knots),
-            "us": table(attention.prefill.values),
-        },
-        "decode": {
-            "seqs": list(attention.seqs_knots),
-            "context": list(attention.kv_knots),
-            "us": table(attention.decode.values),
-        },
-        "mixed": {
-            "seqs": list(attention.seqs_knots),
-            "context": list(attention.kv_knots),
-            "us": table(attention.mixed.values),
-        },
-        "mixed_tile_us": round(attention.mixed_tile_us * layers, 6),
-        "chunk_launch_us": round(launch_us * layers, 3),
-        "overlap": {"tiles": list(FULLNESS), "exponent": list(attention.overlap)},
+        **attention_json(attention, layers),
+        "chunk_launch_us": round(attention.launch_us * layers, 3),
+        "wave_tiles": round(attention.wave_tiles, 4),
         **skew,
     }
+
+
+def attention_json(fit: AttentionFit, layers: int = 1) -> dict[str, Any]:
+    """The attention terms as a profile holds them, for so many layers."""
+
+    def table(values: Array) -> list[list[float]]:
+        return [[float(f"{value * layers:.5g}") for value in row] for row in values]
+
+    chunks, contexts = _whole(fit.chunk_knots), _whole(fit.context_knots)
+    seqs, kv = _whole(fit.seqs_knots), _whole(fit.kv_knots)
+    ratio = fit.mixed.ratio.reshape(-1, fit.mixed.ratio.shape[-1])
+    return {
+        "prefill": {"chunk": chunks, "context": contexts, "us": table(fit.prefill)},
+        "decode": {"seqs": seqs, "context": kv, "us": table(fit.decode)},
+        "mixed": {"seqs": seqs, "context": kv, "us": table(fit.mixed.beside)},
+        "mixed_tile_us": round(fit.mixed.tile_us * layers, 6),
+        "overlap": {"tiles": _whole(fit.mixed.overlap_tiles), "exponent": list(fit.mixed.overlap)},
+        "mixed_ratio": {
+            **dict(zip(("tokens", "context", "seqs", "kv"), map(_whole, RATIO_KNOTS), strict=True)),
+            "ratio": [[round(float(value), 4) for value in row] for row in ratio],
+        },
+    }
+
+
+def _whole(knots: tuple[float, ...]) -> list[int]:
+    return [int(knot) for knot in knots]
 
 
 def _dense(table: pd.DataFrame, layers: int) -> _Dense:
@@ -146,28 +185,10 @@ def _judge_line(curve: _Dense) -> dict[str, Any]:
     held[[0, -1]] = False  # the ends are the range; beyond them is extrapolation, judged as an axis
     knots = thinned(curve.tokens[~held], curve.time_us[~held])
     values = fit_line(curve.tokens[~held], curve.time_us[~held], knots).values
-    return error_summary(np.interp(curve.tokens[held], knots, values), curve.time_us[held])
-
-
-def skew_terms(table: pd.DataFrame | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The terms `decode_skew` and `mixed_skew` from a `skew.csv` (0 without one), and their errors with and without the term."""
-    none = {"seqs": [1], "share": [0.0]}
-    if table is None:
-        return {"decode_skew": none, "mixed_skew": none}, {}
-    found: dict[str, Any] = {}
-    errors: dict[str, Any] = {}
-    for key, regime in (("decode_skew", "pure"), ("mixed_skew", "mixed")):
-        part = table[(table["regime"] == regime) & (table["t_mean_us"] >= SKEW_LEAST_US)]
-        n = part["n"].to_numpy(float)
-        excess = (part["kv_big"] / part["kv_mean"] - 1).to_numpy(float)
-        ratio = (part["t_skew_us"] / part["t_mean_us"]).to_numpy(float)
-        fit = fit_skew(n, excess, ratio - 1)
-        knots = sorted(set(n.astype(int).tolist()))
-        found[key] = {"seqs": knots, "share": [round(float(value), 5) for value in fit.values]}
-        errors[regime] = error_summary(ratio + fit.residuals, ratio) | {
-            "without_the_term": error_summary(np.ones_like(ratio), ratio)
-        }
-    return found, errors
+    predicted = np.interp(curve.tokens[held], knots, values)
+    return error_summary(predicted, curve.time_us[held]) | {
+        "samples": residual_samples(predicted, curve.time_us[held], 1)
+    }
 
 
 def _stated_all_reduce(hidden_size: int, layers: int, ranks: int) -> dict[str, Any]:

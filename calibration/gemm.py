@@ -1,92 +1,111 @@
-"""The GEMM term from timed shapes: for each token count, a table over width and depth.
+"""The GEMM term from timed shapes: a table over tokens, width and depth, as a `calibration.field`.
 
-The table is drawn towards a plain law, `start + a * width * depth + b * width + c * depth`, and away from it as far as the
-measurements near a knot say so. Knots with few measurements therefore stay sane, and kernels that suit one shape
-badly are followed.
+For each token count the plain law is `start + a * width * depth + b * width + c * depth`; the table departs from it where the
+measurements do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import CalibrationError
-from .split import bootstrap, error_summary, held_out_mask, interval
-from .tent import HUBER, Array, mixture, never_falling, robust_nonnegative
+from .field import at, fit_field
+from .split import error_summary, held_out_mask, residual_samples
+from .tent import Array, robust_nonnegative
 
 if TYPE_CHECKING:
     import pandas as pd
 
-TOKENS = (
-    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 384, 512, 513, 768, 769),
-    *(1024, 1025, 1536, 1537, 2048, 2049, 3072, 4096, 4097, 8192),
-)
-"""Token counts whose GEMM times are kept: where tiles are full, and just after."""
-WIDTHS = (512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 16384, 65536)
+MAX_TOKENS = 8192
+"""Largest step that is priced from measurements."""
+WIDTHS = (512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 16384, 65536)
 """Matrix widths and depths that are knots."""
-PULL = 0.2
-"""Weight of the plain law at a knot, relative to one measurement there."""
 LEAST_POINTS = 1000
-ROUNDS = 2
+ELEMENT_BYTES = {"bfloat16": 2}
+"""Bytes of a weight; formats that are not named here have one."""
 
 
-def fit_gemm(table: pd.DataFrame, dtype: str) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
-    """The term as a profile holds it, its error on a held-out fifth, and the interval of its bias.
+def fit_gemm(table: pd.DataFrame, dtype: str, bandwidth_bytes_per_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The term as a profile holds it, and its error on a held-out fifth, with samples of it.
 
     Raises: CalibrationError for too few shapes.
     """
-    table = table[(table["n"] >= WIDTHS[0]) & (table["k"] >= WIDTHS[0])]
+    table = table[(table["n"] >= WIDTHS[0]) & (table["k"] >= WIDTHS[0]) & (table["m"] <= MAX_TOKENS)]
+    table, cached_bytes = without_cached(table, ELEMENT_BYTES.get(dtype, 1), bandwidth_bytes_per_s)
     if len(table) < LEAST_POINTS:
         raise CalibrationError(
             f"{len(table)} {dtype} GEMM shapes cannot fill the table; at least {LEAST_POINTS} are needed"
         )
-    m, n, k, us = (table[name].to_numpy(float) for name in ("m", "n", "k", "us"))
-    tokens = tuple(count for count in TOKENS if (m == count).any())
+    points = [table[name].to_numpy(float) for name in ("m", "n", "k")]
+    us = table["us"].to_numpy(float)
+    tokens = [int(count) for count in np.unique(points[0])]
+    knots: list[Sequence[float]] = [tokens, WIDTHS, WIDTHS]
 
     def fitted(chosen: npt.NDArray[np.bool_]) -> Array:
-        levels = [_level(n[mine], k[mine], us[mine]) for count in tokens if (mine := chosen & (m == count)).any()]
-        return never_falling(np.stack(levels), axis=0)
+        seen = [axis[chosen] for axis in points]
+        return fit_field(knots, seen, us[chosen], _law(tokens, seen, us[chosen]))
 
     held = held_out_mask(us.size)
-    judged = held & (m <= tokens[-1])
-    predicted = _at(fitted(~held), tokens, m[judged], n[judged], k[judged])
-    off = predicted / us[judged]
-    samples = bootstrap(off.size, lambda sample: np.asarray(np.median(off[sample])))
+    predicted = at(fitted(~held), knots, [axis[held] for axis in points])
+    error: dict[str, Any] = error_summary(predicted, us[held])
+    error |= {"samples": residual_samples(predicted, us[held], MATRICES), "off": predicted / us[held] - 1}
+    error["same_tile_noise_p95"] = same_tile_noise(table)
+    if cached_bytes:
+        error["left_out_up_to_bytes"] = cached_bytes
     levels = fitted(np.ones(us.size, dtype=bool)).tolist()
     term = {
-        "tokens": list(tokens),
+        "tokens": tokens,
         "n": list(WIDTHS),
         "k": list(WIDTHS),
         "us": [[[float(f"{value:.4g}") for value in row] for row in level] for level in levels],
     }
-    return term, error_summary(predicted, us[judged]), interval(samples)
+    return term, error
 
 
-def _level(n: Array, k: Array, us: Array) -> Array:
-    """Times at the knots for one token count, `[len(WIDTHS), len(WIDTHS)]`: least squares of relative errors, Huber-weighted."""
-    law = robust_nonnegative(_features(n, k), us).values
-    across, deep = np.meshgrid(WIDTHS, WIDTHS, indexing="ij")
-    plain = _features(across.ravel().astype(float), deep.ravel().astype(float)) @ law
-    mixed = (mixture(WIDTHS, n)[:, :, None] * mixture(WIDTHS, k)[:, None, :]).reshape(n.size, -1)
-    design = np.vstack([mixed / us[:, None], np.diag(PULL / plain)])
-    target = np.concatenate([np.ones(n.size), np.full(plain.size, PULL)])
-    weights = np.ones(target.size)
-    values = plain
-    for _ in range(ROUNDS):
-        values = np.maximum(np.linalg.lstsq(design * weights[:, None], target * weights, rcond=None)[0], 0.0)
-        residuals = np.abs((design @ values - target)[: n.size])
-        spread = 1.4826 * float(np.median(residuals)) + 1e-12
-        weights[: n.size] = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(residuals, 1e-12)))
-    return np.asarray(values.reshape(across.shape))
+MATRICES = 4
+"""Matrices of a dense layer, whose errors partly cancel: the errors of a step are means of so many."""
+SAME_TILE = (9, 15)
+"""Token counts that every kernel runs as one tile: their times differ by nothing but noise."""
+
+
+def same_tile_noise(table: pd.DataFrame) -> float | None:
+    """95th percentile of how far times of one matrix with 9 to 15 tokens are from their median; None where they were not timed."""
+    part = table[(table["m"] >= SAME_TILE[0]) & (table["m"] <= SAME_TILE[1])]
+    if part["m"].nunique() < 3:
+        return None
+    by_shape = part.groupby(["n", "k"])["us"]
+    off = np.abs(part["us"] / by_shape.transform("median") - 1)
+    return round(float(off[by_shape.transform("size") >= 3].quantile(0.95)), 5)
+
+
+def without_cached(table: pd.DataFrame, element_bytes: int, bandwidth: float) -> tuple[pd.DataFrame, int]:
+    """The rows whose weights came from memory, and the largest matrix that was left out.
+
+    A matrix that was multiplied faster than memory could have delivered it was read from the last cache, as in a benchmark that
+    repeats itself. In a model the other layers evict it. All matrices up to the largest such one are left out.
+    """
+    size = table["n"].to_numpy(float) * table["k"].to_numpy(float) * element_bytes
+    too_fast = size / bandwidth * 1e6 > table["us"].to_numpy(float)
+    largest = int(size[too_fast].max()) if too_fast.any() else 0
+    return table[size > largest], largest
+
+
+def _law(tokens: Sequence[int], points: Sequence[Array], us: Array) -> Array:
+    """The plain law at the knots `[tokens, widths, widths]`; that of the nearest token count where one has too few shapes."""
+    m, n, k = points
+    across, deep = (axis.ravel().astype(float) for axis in np.meshgrid(WIDTHS, WIDTHS, indexing="ij"))
+    counts = np.asarray([int((m == count).sum()) for count in tokens])
+    enough = np.flatnonzero(counts >= 20)
+    levels = []
+    for place in range(len(tokens)):
+        mine = m == tokens[int(enough[np.abs(enough - place).argmin()])]
+        levels.append(_features(across, deep) @ robust_nonnegative(_features(n[mine], k[mine]), us[mine]).values)
+    return np.stack(levels).reshape(len(tokens), len(WIDTHS), len(WIDTHS))
 
 
 def _features(n: Array, k: Array) -> Array:
     return np.stack([np.ones(n.size), n * k, n, k], axis=1)
-
-
-def _at(levels: Array, tokens: tuple[int, ...], m: Array, n: Array, k: Array) -> Array:
-    weights = mixture(tokens, m), mixture(WIDTHS, n), mixture(WIDTHS, k)
-    result: Array = np.einsum("pm,pn,pk,mnk->p", *weights, levels, optimize=True)
-    return result

@@ -1,69 +1,98 @@
-"""Host and launch time, which no kernel table holds, from what requests of a real run took.
+"""What runs take beyond their kernels, which no kernel table holds, from what requests of real runs took: an end-to-end correction.
 
-    predicted(step_s, seq_s) = measured        for a statistic of one or more runs
+    step += step_s + seq_s * sequences + token_s * tokens
 
-solved for non-negative times by Gauss-Newton steps with numerical derivatives. One observation can only tell the time a step;
-the time a sequence needs runs with different batch sizes.
+solved for non-negative times by Gauss-Newton steps with numerical derivatives, so that a simulation's statistics of one or more runs
+come closest to the measured ones. One observation can only tell the time a step; the time a token needs observations of prompts, the
+time a sequence runs with different batch sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
+from sim.costs.piecewise import Line
 from sim.costs.profile import FittedProfile
 
 from .errors import CalibrationError
 from .tent import Array
 
-PROBE_STEP_S = 2e-4
-PROBE_SEQ_S = 2e-5
-ROUNDS = 3
+ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostFit:
+class Correction:
+    """Times added to a step, in seconds."""
+
+    step_s: float = 0.0
+    """A step: host work and launches that the device does not hide."""
+    token_s: float = 0.0
+    """A token computed: clocks that sustained work lowers, collectives of long messages."""
+    seq_s: float = 0.0
+    """A sequence of a step."""
+
+
+PROBES = {"step_s": 4e-4, "token_s": 1e-5, "seq_s": 4e-5}
+"""By which each term is raised to see what it changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionFit:
     """What was found."""
 
-    step_s: float
-    seq_s: float
+    found: Correction
     residuals: tuple[float, ...]
     """Relative error left at each observation."""
     identified: tuple[str, ...]
-    """Which of the two the observations can tell."""
+    """Which terms the observations can tell; the others are 0."""
 
 
-def with_host(cost: FittedProfile, step_s: float, seq_s: float = 0.0) -> FittedProfile:
-    """The same prices with other host times."""
-    return FittedProfile(replace(cost.terms, step_s=step_s, seq_s=seq_s), name=cost.name)
+def corrected(cost: FittedProfile, correction: Correction) -> FittedProfile:
+    """The same kernel prices with these times instead of the profile's host times."""
+    dense = cost.terms.dense
+    slower = Line(dense.x, tuple(y + correction.token_s * x for x, y in zip(dense.x, dense.y, strict=True)))
+    terms = replace(cost.terms, step_s=correction.step_s, seq_s=correction.seq_s, dense=slower)
+    return FittedProfile(terms, name=cost.name)
 
 
-def fit_host(predict: Callable[[float, float], Array], measured: Array) -> HostFit:
-    """Host times under which `predict(step_s, seq_s)` comes closest to `measured`, relatively; `[observations]` each.
+def fit_correction(
+    predict: Callable[[Correction], Array], measured: Array, terms: Sequence[str] = ("step_s", "token_s")
+) -> CorrectionFit:
+    """Times under which `predict` comes closest to `measured`, relatively; `[observations]` each.
 
-    Raises: CalibrationError when a measured value is not positive.
+    No more of `terms` are fitted than there are observations, the first ones. Raises: CalibrationError when a measured value is not
+    positive.
     """
     from scipy.optimize import nnls
 
     if not (measured > 0).all():
         raise CalibrationError(f"host time cannot be fitted to {measured.tolist()}: times must be above 0")
-    both = measured.size > 1
-    step, seq = 0.0, 0.0
+    terms = tuple(terms)[: measured.size]
+    probes = np.asarray([PROBES[term] for term in terms])
+
+    def of(values: Array) -> Correction:
+        return Correction(**dict(zip(terms, (float(value) for value in values), strict=True)))
+
+    here = np.zeros(len(terms))
+    tried: list[tuple[float, Array, Array]] = []
     for _ in range(ROUNDS):
-        here = predict(step, seq)
-        slopes = [(predict(step + PROBE_STEP_S, seq) - here) / PROBE_STEP_S]
-        if both:
-            slopes.append((predict(step, seq + PROBE_SEQ_S) - here) / PROBE_SEQ_S)
-        design = np.stack(slopes, axis=1) / measured[:, None]
-        wanted = (measured - here) / measured + design @ np.asarray([step, seq][: design.shape[1]])
-        solved, _ = nnls(design, wanted)
-        step, seq = float(solved[0]), float(solved[1]) if both else 0.0
-    left = predict(step, seq) / measured - 1
-    return HostFit(
-        step_s=step,
-        seq_s=seq,
-        residuals=tuple(float(value) for value in left),
-        identified=("step_s", "seq_s") if both else ("step_s",),
-    )
+        now = predict(of(here))
+        off = now / measured - 1
+        tried.append((float(np.sum(off**2)), here, off))
+        raised = [predict(of(here + probe)) for probe in np.diag(probes)]
+        slopes = np.stack([(then - now) / measured for then in raised], axis=1)
+        solved, _ = nnls(slopes, slopes @ (here / probes) - off)
+        here = solved * probes
+    off = predict(of(here)) / measured - 1
+    tried.append((float(np.sum(off**2)), here, off))
+    _, best, left = min(tried, key=lambda one: one[0])
+    return CorrectionFit(found=of(best), residuals=tuple(left.tolist()), identified=terms)
+
+
+def text(correction: Correction) -> str:
+    """In words, for reports."""
+    step, token, seq = astuple(correction)
+    return f"{step * 1e3:.2f} ms a step, {token * 1e6:.1f} us a token, {seq * 1e6:.0f} us a sequence"

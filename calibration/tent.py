@@ -58,26 +58,6 @@ def fit_line(x: Array, time: Array, knots: Sequence[float], *, rising: bool = Tr
     return TableFit(values=never_falling(values) if rising else values, identified=identified, residuals=fit.residuals)
 
 
-def fit_grid(
-    x: Array, y: Array, time: Array, x_knots: Sequence[float], y_knots: Sequence[float], *, rising: bool = True
-) -> TableFit:
-    """A table over two variables, `[len(x_knots), len(y_knots)]`; `rising` makes it never fall along either."""
-    wx, wy = mixture(x_knots, x), mixture(y_knots, y)
-    design = (wx[:, :, None] * wy[:, None, :]).reshape(x.size, -1)
-    fit = robust_nonnegative(design, time, least_weight=LEAST_WEIGHT)
-    values = fit.values.reshape(len(x_knots), len(y_knots))
-    identified: npt.NDArray[np.bool_] = fit.identified.reshape(values.shape)
-    for row in range(len(x_knots)):
-        if identified[row].any():
-            values[row], _ = _fill(values[row], np.asarray(identified[row]), y_knots)
-    known = np.asarray(identified.any(axis=1))
-    for column in range(len(y_knots)):
-        values[:, column], _ = _fill(values[:, column], known, x_knots)
-    if rising:
-        values = never_falling(never_falling(values, axis=0), axis=1)
-    return TableFit(values=values, identified=identified, residuals=fit.residuals)
-
-
 def never_falling(values: Array, axis: int = 0) -> Array:
     """Values that never fall along `axis`: midway between the lowest such table above the given one and the highest below it."""
     above = np.maximum.accumulate(values, axis=axis)

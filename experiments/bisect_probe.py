@@ -156,12 +156,13 @@ def _engine(scenario: Scenario) -> tuple[Any, ...]:
     """Everything of a run but its requests, made once."""
     from sim.policy_choice import choose_policy
     from sim.resolve import resolve
-    from sim.simulation import cost_model, device, engine_config, has_memory_limit
+    from sim.simulation import check_start, cost_model, device, engine_config, has_memory_limit
 
     resolved = resolve(scenario)
     limit_s = resolved.slo.limits_s.get("ttft") if resolved.slo else None
     config, policy = choose_policy(resolved["policy"], engine_config(resolved), limit_s)
     memory = device(resolved)
+    check_start(resolved, memory)  # no load decides whether an engine starts
     limit = has_memory_limit(resolved, memory)
     return config, cost_model(resolved), policy, memory, limit, resolved["run"], resolved["workload"]
 

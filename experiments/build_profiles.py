@@ -13,11 +13,11 @@ from typing import Any
 from calibration.document import write
 from calibration.fit_card import fit_card_profile
 from calibration.fit_gpu import fit_gpu_profile
-from calibration.fit_model import fit_model_profile
+from calibration.fit_model import fit_model_profile, skew_table
 from calibration.readers import aiconfigurator, llmservingsim
 from sim.costs.fitted import FOLDER
 
-from .profile_sources import CARDS, END_TO_END, GPU_TABLES, KERNELS, MODEL_PROFILES, NOT_JUDGED, RUNS
+from .profile_sources import CARDS, END_TO_END, GPU_TABLES, KERNELS, NOT_JUDGED, RUNS
 
 COMMAND = "python -m experiments.build_profiles DATA"
 
@@ -25,11 +25,10 @@ COMMAND = "python -m experiments.build_profiles DATA"
 def build_all(data: Path, out: Path, date: str) -> dict[str, Path]:
     """Write every profile into `out`; returns their paths by name. Raises: CalibrationError, ConfigError, OSError."""
     documents: list[dict[str, Any]] = []
-    for folder, ranks in MODEL_PROFILES:
-        source = llmservingsim.read_profile(data / RUNS / "profiles" / folder, ranks)
-        documents.append(fit_model_profile(source, date=date, command=COMMAND))
     for folders in CARDS:
         sources = [llmservingsim.read_profile(data / RUNS / "profiles" / folder, ranks) for folder, ranks in folders]
+        skew = next((table for table in map(skew_table, sources) if table is not None), None)
+        documents += [fit_model_profile(one, date=date, command=COMMAND, sibling_skew=skew) for one in sources]
         documents.append(fit_card_profile(sources, date=date, command=COMMAND))
     for name in GPU_TABLES:
         source_tables = aiconfigurator.read_tables(data / KERNELS / name)

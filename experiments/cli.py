@@ -60,12 +60,37 @@ def run_command(
     ] = None,
     out: Out = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the one-file HTML report.")] = None,
+    peak_step: Annotated[
+        int | None,
+        typer.Option(
+            "--peak-step",
+            metavar="N",
+            min=0,
+            help="Executor torch: name the operation that holds the memory peak of step N (peak_by_op.csv in --out).",
+        ),
+    ] = None,
+    memory_snapshot: Annotated[
+        Path | None,
+        typer.Option(
+            "--memory-snapshot",
+            metavar="FILE",
+            help="Executor torch on CUDA: write PyTorch's memory snapshot of the run.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> int:
-    """One run: simulate, and print what came of it."""
+    """One run: simulate, or run for real with --executor torch, and print what came of it."""
     from .run import run
 
-    return run(scenario, decision_log=decision_log, out=out, html=html, json=json)
+    return run(
+        scenario,
+        decision_log=decision_log,
+        out=out,
+        html=html,
+        json=json,
+        peak_step=peak_step,
+        memory_snapshot=memory_snapshot,
+    )
 
 
 @app.command(
@@ -194,6 +219,17 @@ def diagnose_command(
             help="Write a scenario that fails in the same way, and beside it the same with the fix.",
         ),
     ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="CONF",
+            help="Replay a snapshot's history under this PYTORCH_ALLOC_CONF too; may be repeated.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the diagnosis with its pictures as one page.")
+    ] = None,
     out: Out = None,
     json: Json = False,
 ) -> int:
@@ -207,7 +243,9 @@ def diagnose_command(
         model=model,
         gpu=gpu,
         read_snapshot=read_snapshot,
+        what_if=what_if or (),
         out=out,
+        html=html,
         scenario_out=scenario_out,
         json=json,
         tensor_parallel_size=tensor_parallel_size,
@@ -292,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         complain(command, message)
-        return 2
+        return 1 if _does_not_start(error) else 2
 
 
 def _command_words(arguments: Sequence[str]) -> list[str]:
@@ -311,7 +349,14 @@ def _message(error: Exception) -> str | None:
     """What to tell the user about `error`; None when it is not about the input, but a bug that needs its traceback."""
     if hasattr(error, "format_message"):  # every usage error of typer has it, whichever version raises it
         return _usage_message(error)
-    return str(error) if isinstance(error, _input_errors()) else None
+    return str(error) if _does_not_start(error) or isinstance(error, _input_errors()) else None
+
+
+def _does_not_start(error: Exception) -> bool:
+    """Whether the simulated engine ran out of memory before it served anything."""
+    from sim.memory.start_up import StartUpError
+
+    return isinstance(error, StartUpError)
 
 
 def _usage_message(error: Exception) -> str:

@@ -13,7 +13,7 @@ import typer
 import typer.models
 
 from sim.scenario import Scenario
-from sim.scenario_tables import TABLE_OF_KEY, TABLES
+from sim.scenario_tables import SWITCHES_BOTH_WAYS, TABLE_OF_KEY, TABLES
 
 METAVARS = {
     "model": "NAME|config.json",
@@ -32,6 +32,7 @@ METAVARS = {
     "engine_version": "RELEASE",
     "enable_prefix_caching": "",
     "enable_chunked_prefill": "",
+    "async_scheduling": "",
     "scheduling_policy": "fcfs|priority",
     "vllm_args": "FLAGS",
     "policy": "PRESET",
@@ -115,7 +116,8 @@ def _parameter(key: str) -> inspect.Parameter:
     default = (
         "" if field.default is None or (kind is bool and not field.default) else f"; default: {_shown(field.default)}"
     )
-    option = _option(key, METAVARS[key], f"{field.description}{default}", both=kind is bool and bool(field.default))
+    both = kind is bool and (bool(field.default) or key in SWITCHES_BOTH_WAYS)
+    option = _option(key, METAVARS[key], f"{field.description}{default}", both=both)
     return _keyword(key, Annotated[kind | None, option])
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from sim.results.files import write_csv
 
 from .decision_log import DecisionLogFile
+from .peak_by_op import peak_columns
 from .terminal import Progress, print_json, say
 
 if TYPE_CHECKING:
@@ -22,20 +26,37 @@ def run(
     out: Path | None = None,
     html: Path | None = None,
     json: bool = False,
+    peak_step: int | None = None,
+    memory_snapshot: Path | None = None,
 ) -> int:
-    """Simulate, write the files, print. Returns the exit code."""
-    import sim
+    """Simulate or run for real, write the files, print. Returns the exit code.
+
+    Raises StartUpError, after its log was written to `out`, when the engine does not start.
+    """
+    from sim.memory.start_up import StartUpError
     from sim.results.console import print_summary
+    from sim.results.files import write_text
+
+    from .real_run import run_scenario
 
     _make_room(out, html)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
-        progress.say("simulating")
-        result = sim.simulate(scenario, decision_log=log.write if log else None)
-    written = _write(result, out, html) + ([decision_log] if decision_log else [])
+        progress.say("simulating" if scenario.run.executor != "torch" else "running for real")
+        try:
+            result = run_scenario(
+                scenario, decision_log=log.write if log else None, peak_step=peak_step, memory_snapshot=memory_snapshot
+            )
+        except StartUpError as error:
+            if out is not None:
+                write_text(out / "oom.log", error.log)
+            raise
+    written = _write(result, out, html) + [path for path in (decision_log, memory_snapshot) if path is not None]
     if json:
         print_json(result.summary)
         return 0
     print_summary(result)
+    for line in _device_lines(result.summary):
+        say(line)
     for path in written:
         say(f"wrote {path}")
     return 0
@@ -51,10 +72,36 @@ def _make_room(out: Path | None, html: Path | None) -> None:
             raise IsADirectoryError(errno.EISDIR, "is a folder; a file name is needed", str(html))
 
 
+def _device_lines(summary: Mapping[str, Any]) -> list[str]:
+    """What a real run says beside its summary: which operation held the peak, and whatever fell back."""
+    lines = []
+    for executor in summary.get("executors", ()):
+        if "peak_by_op" in executor:
+            peak = executor["peak_by_op"]
+            lines.append(
+                f"step {peak['step']}, {peak['tokens']} tokens of {peak['sequences']} sequences: {peak['answer']}"
+            )
+        lines += [
+            f"warning: {entry['operation']} fell back to {entry['served']} {entry['calls']} times: {entry['reason']}"
+            for entry in executor["fallbacks"]
+        ]
+        eager = (executor["graphs"] or {}).get("eager_steps", {})
+        lines += [
+            f"note: {steps} decode steps went without a graph: {reason}"
+            for reason, steps in eager.items()
+            if reason.startswith("more than")
+        ]
+    return lines
+
+
 def _write(result: Result, out: Path | None, html: Path | None) -> list[Path]:
     written: list[Path] = []
     if out is not None:
         written.append(result.save(out))
+        for executor in result.summary.get("executors", ()):
+            if "peak_by_op" in executor:
+                written.append(out / "peak_by_op.csv")
+                write_csv(written[-1], peak_columns(executor["peak_by_op"]))
     if html is not None:
         written.append(result.report(html))
     return written

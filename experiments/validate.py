@@ -84,7 +84,7 @@ def _facts(device: str) -> dict[str, Any]:
     try:
         import torch
 
-        from gpu.real_engine import find_device
+        from gpu.device import find_device
     except ImportError as error:
         raise ScenarioError(f"kvtwin validate really runs a model, which needs torch: {error}") from None
     found = find_device(device)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.host import fit_host, with_host
+from calibration.host import Correction, CorrectionFit, corrected, fit_correction, text
 from calibration.judge import judge
 from calibration.readers.splitwise import noise_floor
 from calibration.runs import RecordedRun, read_run
@@ -20,18 +20,21 @@ from calibration.tent import Array
 from calibration.twin import SimulatedRun, preempted, simulate_requests
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
+from sim.core.request import RequestSpec
 from sim.costs import Roofline
 from sim.costs.fitted import FOLDER, fitted_cost, profile_names
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile
 from sim.costs.protocol import CostModel
 
+from .exp0_sessions import UNCACHED, with_sessions
 from .profile_sources import A100, HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_6000, RUNS, Case
 from .validate_loop import print_self_test
 from .validate_silicon import print_silicon
 
 A100_RATES = ("0.5", "0.67", "0.84", "1")
 A100_CALIBRATED_ON = ("0.5", "0.84")
+KERNELS_ONLY = "profile, kernels only"
 POOLS = range(1600, 2600, 50)
 """Pool sizes that are tried, in blocks, for the one under which exp-0 at 0.84 a second queues as it did."""
 
@@ -55,8 +58,10 @@ def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
     """The embedded profile and the roofline, for the model and GPU of a case."""
     model, device = model_shape(case.settings["model"]), gpu(case.settings["gpu"])
     ranks = case.settings.get("tensor_parallel_size", 1)
+    embedded = fitted_cost(case.profile, model, device, tensor_parallel_size=ranks)
     return {
-        "profile, kernels only": fitted_cost(case.profile, model, device, tensor_parallel_size=ranks),
+        KERNELS_ONLY: corrected(embedded, Correction()),
+        f"profile, with stated gaps of {embedded.terms.step_s * 1e3:.2f} ms a step": embedded,
         "roofline": Roofline(model, device, tensor_parallel_size=ranks),
         **(
             {
@@ -74,28 +79,24 @@ def print_unpressed(data: Path) -> None:
     """L2: RTX PRO 6000, no memory pressure."""
     run = read_run(data / RUNS / RTX_PRO_6000.run, data / PREFIXES)
     costs: dict[str, CostModel] = dict(costs_of(RTX_PRO_6000))
-    step_s = host_of_first_requests(run)
-    kernels = costs["profile, kernels only"]
-    assert isinstance(kernels, FittedProfile)
-    costs[f"with host time of {step_s * 1e6:.0f} us a step, fitted on {HOST_REQUESTS} requests"] = with_host(
-        kernels, step_s
-    )
+    label, cost = first_requests_correction(run)
+    costs[label] = cost
     print("\nL2 RTX PRO 6000, Llama-3.1-8B (targets: TPOT mean 2 %, E2E mean 3 %, makespan 3 %, TTFT p90 10 %)")
     print("  to beat, a peer's own figures: TPOT -1.0 %, E2E -1.8 %, TTFT mean -4.0 %")
     _print_runs(RTX_PRO_6000, run, costs)
 
 
-def host_of_first_requests(run: RecordedRun) -> float:
-    """Host time a step, in seconds, from the mean TPOT of the first requests of the RTX PRO 6000 run and nothing else."""
-    kernels = costs_of(RTX_PRO_6000)["profile, kernels only"]
+def first_requests_correction(run: RecordedRun) -> tuple[str, FittedProfile]:
+    """The kernels of the RTX PRO 6000 with times a step and a token from the means of the run's first requests and nothing else."""
+    kernels = costs_of(RTX_PRO_6000)[KERNELS_ONLY]
     assert isinstance(kernels, FittedProfile)
     scenario = RTX_PRO_6000.scenario()
 
-    def predict(step_s: float, seq_s: float) -> Array:
-        twin = simulate_requests(scenario, run.requests, with_host(kernels, step_s, seq_s))
-        return np.asarray([np.nanmean(twin.tpot_s[:HOST_REQUESTS])])
+    def of(source: RecordedRun | SimulatedRun) -> Array:
+        return np.asarray([np.nanmedian(values[:HOST_REQUESTS]) for values in (source.tpot_s, source.ttft_s)])
 
-    return fit_host(predict, np.asarray([np.nanmean(run.tpot_s[:HOST_REQUESTS])])).step_s
+    fit = fit_correction(lambda times: of(simulate_requests(scenario, run.requests, corrected(kernels, times))), of(run))
+    return f"corrected on the first {HOST_REQUESTS} requests: {text(fit.found)}", corrected(kernels, fit.found)
 
 
 def print_pressed(data: Path) -> None:
@@ -143,38 +144,46 @@ def print_cliff(data: Path) -> None:
     """L4: exp-0, Llama-3.1-70B on two A100."""
     folder = data / "runs" / "llm-d-benchmark" / A100.run
     runs = {rate: read_run(folder / f"qps_{rate}.csv") for rate in A100_RATES}
-    costs = costs_of(A100)
-    kernels = costs["profile, kernels only"]
-    assert isinstance(kernels, FittedProfile)
+    requests = with_sessions(runs, A100_CALIBRATED_ON)
     print("\nL4 2 x A100, Llama-3.1-70B (targets at 0.67 and 1.0: TPOT p50 5 %, TTFT p99 25 %)")
-    for label, cost in costs.items():
-        _print_rates(label, runs, lambda rate, cost=cost: simulate_requests(A100.scenario(), runs[rate].requests, cost))  # type: ignore[misc]
 
-    def predict(step_s: float, seq_s: float) -> Array:
-        cost = with_host(kernels, step_s, seq_s)
-        twins = [simulate_requests(A100.scenario(), runs[rate].requests, cost) for rate in A100_CALIBRATED_ON]
-        return np.asarray([np.nanmedian(twin.tpot_s) for twin in twins])
+    def twins(cost: CostModel, blocks: int | None = None) -> Callable[[str], SimulatedRun]:
+        return lambda rate: simulate_requests(A100.scenario(num_gpu_blocks_override=blocks), requests[rate], cost)
 
-    fit = fit_host(predict, np.asarray([np.nanmedian(runs[rate].tpot_s) for rate in A100_CALIBRATED_ON]))
-    corrected = with_host(kernels, fit.step_s, fit.seq_s)
-    blocks = _pool_that_queues(runs[A100_CALIBRATED_ON[-1]], corrected)
-    label = (
-        f"corrected on 0.5 and 0.84 only: host {fit.step_s * 1e3:.2f} ms a step, {fit.seq_s * 1e6:.0f} us a sequence, "
-        f"pool {blocks:,} blocks"
-    )
-    scenario = A100.scenario(num_gpu_blocks_override=blocks)
-    _print_rates(label, runs, lambda rate: simulate_requests(scenario, runs[rate].requests, corrected))
+    for label, cost in costs_of(A100).items():
+        _print_rates(label, runs, twins(cost))
+    fit, cost = two_rates_correction(runs, requests)
+    busy = A100_CALIBRATED_ON[-1]
+    blocks = min(POOLS, key=lambda size: _queue_miss(runs[busy], twins(cost, size)(busy)))
+    left = ", ".join(f"{off:+.1%}" for off in fit.residuals)
+    label = f"corrected on 0.5 and 0.84 only: {text(fit.found)} (left: {left}), pool {blocks:,} blocks"
+    _print_rates(label, runs, twins(cost, blocks))
 
 
-def _pool_that_queues(run: RecordedRun, cost: CostModel) -> int:
-    """The pool under which the 99th percentile of TTFT comes closest to the run's: its start-up log was not kept."""
-    measured = np.percentile(run.ttft_s, 99)
+def two_rates_correction(
+    runs: dict[str, RecordedRun], requests: dict[str, tuple[RequestSpec, ...]]
+) -> tuple[CorrectionFit, FittedProfile]:
+    """The kernels of the A100 with times from the mean TPOT and the median TTFT of the two calibration rates, over the requests that
+    found nothing cached.
+    """
+    kernels = costs_of(A100)[KERNELS_ONLY]
+    assert isinstance(kernels, FittedProfile)
 
-    def miss(blocks: int) -> float:
-        twin = simulate_requests(A100.scenario(num_gpu_blocks_override=blocks), run.requests, cost)
-        return abs(float(np.log(np.percentile(twin.ttft_s, 99) / measured)))
+    def of(sources: Sequence[RecordedRun | SimulatedRun]) -> Array:
+        found = [(np.nanmean(one.tpot_s[UNCACHED]), np.median(one.ttft_s[UNCACHED])) for one in sources]
+        return np.asarray(found).ravel()
 
-    return min(POOLS, key=miss)
+    def predict(times: Correction) -> Array:
+        cost = corrected(kernels, times)
+        return of([simulate_requests(A100.scenario(), requests[rate], cost) for rate in A100_CALIBRATED_ON])
+
+    fit = fit_correction(predict, of([runs[rate] for rate in A100_CALIBRATED_ON]))
+    return fit, corrected(kernels, fit.found)
+
+
+def _queue_miss(run: RecordedRun, twin: SimulatedRun) -> float:
+    """How far the 99th percentile of TTFT is off, as a logarithm: it tells the pool's size, for the start-up log was not kept."""
+    return abs(float(np.log(np.percentile(twin.ttft_s, 99) / np.percentile(run.ttft_s, 99))))
 
 
 def _print_rates(label: str, runs: dict[str, RecordedRun], simulate: Callable[[str], SimulatedRun]) -> None:

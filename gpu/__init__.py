@@ -16,14 +16,19 @@ from .require import MissingExtraError, require
 
 if TYPE_CHECKING:
     from .cpu_pool import CpuBlockPool
+    from .device import find_device
+    from .executor import TorchExecutor
+    from .handover import hand_over
     from .kernels.attention import DecodeCall, PrefillCall, choose_splits, split_bytes
     from .kernels.launch import KVView
     from .kernels.sampling import SampleCall
     from .metering import CpuOutOfMemoryError, DeviceBudget, allocation_meter
     from .ops import Ops
     from .pool import PagedKVPool, PoisonedReadError
+    from .readings import MemoryReading, StepReading
+    from .real_engine import RealEngine, RealSettings
     from .swap import BlockMover, Transfer
-    from .workspace import SizeClassPool, Workspace
+    from .workspace import SizeClassPool, Workspace, WorkspaceFullError
 
 _LAZY = {
     "BlockMover": "swap",
@@ -32,16 +37,24 @@ _LAZY = {
     "DecodeCall": "kernels.attention",
     "DeviceBudget": "metering",
     "KVView": "kernels.launch",
+    "MemoryReading": "readings",
     "Ops": "ops",
     "PagedKVPool": "pool",
     "PoisonedReadError": "pool",
     "PrefillCall": "kernels.attention",
+    "RealEngine": "real_engine",
+    "RealSettings": "real_engine",
     "SampleCall": "kernels.sampling",
     "SizeClassPool": "workspace",
+    "StepReading": "readings",
+    "TorchExecutor": "executor",
     "Transfer": "swap",
     "Workspace": "workspace",
+    "WorkspaceFullError": "workspace",
     "allocation_meter": "metering",
     "choose_splits": "kernels.attention",
+    "find_device": "device",
+    "hand_over": "handover",
     "split_bytes": "kernels.attention",
 }
 
@@ -54,18 +67,26 @@ __all__ = [
     "ForeignReadError",
     "KVLayout",
     "KVView",
+    "MemoryReading",
     "MissingExtraError",
     "Ops",
     "OwnerTags",
     "PagedKVPool",
     "PoisonedReadError",
     "PrefillCall",
+    "RealEngine",
+    "RealSettings",
     "SampleCall",
     "SizeClassPool",
+    "StepReading",
+    "TorchExecutor",
     "Transfer",
     "Workspace",
+    "WorkspaceFullError",
     "allocation_meter",
     "choose_splits",
+    "find_device",
+    "hand_over",
     "split_bytes",
 ]
 

@@ -58,9 +58,9 @@ class StepBatch:
     names: tuple[str, ...]
     """The sequences, in the order of the rows."""
     sampled: tuple[str, ...]
-    """Those of them that sample, in that order."""
+    """Those of them that sample, in that order: the first rows of `tokens_out`."""
     num_decodes: int
-    """Leading sequences of one token each."""
+    """Leading sequences of one token each, rows of padding included."""
     max_seq_len: int
     token_ids: Any
     """`[num_tokens]` int64."""
@@ -93,6 +93,7 @@ class _Buffer:
         self._host = torch.zeros(size, dtype=dtype, pin_memory=cuda)
         self._device = torch.zeros(size, dtype=dtype, device=device) if cuda else self._host
         self._cuda = cuda
+        self.tensors = (self._host, self._device)
         self.cells: Any = (_C_TYPES[dtype] * size).from_address(self._host.data_ptr())
         """The host's memory; assign to slices of it."""
 
@@ -117,19 +118,40 @@ class BatchBuffers:
         self._temperature, self._top_p, self._uniform = (_Buffer(max_seqs, torch.float32, device) for _ in range(3))
         self._top_k = _Buffer(max_seqs, torch.int32, device)
 
+    @property
+    def tensors(self) -> list[Any]:
+        """The buffers, on host and device."""
+        return [tensor for buffer in vars(self).values() if isinstance(buffer, _Buffer) for tensor in buffer.tensors]
+
     def fill(
-        self, work: Sequence[Work], block_size: int, sampling: Sampling, uniform: Sequence[float] = ()
+        self,
+        work: Sequence[Work],
+        block_size: int,
+        sampling: Sampling,
+        uniform: Sequence[float] = (),
+        *,
+        pad_to: int | None = None,
     ) -> StepBatch:
         """The batch of `work`; `uniform` has one random number a sampling sequence, in the order of `work`.
 
+        With `pad_to`, a decode batch of so many rows whose tensors have the shapes and places of every batch padded to it, as a
+        captured graph needs. Rows beyond the work store into no slot, read no KV, and what they sample is nobody's.
+
         Raises:
-            ValueError: more than the buffers have room for, or a block table too short for its tokens.
+            ValueError: more than the buffers have room for, a block table too short for its tokens, or something other than
+                decodes to be padded.
         """
+        if pad_to is not None and (len(work) > pad_to or any(item.num_tokens > 1 or not item.samples for item in work)):
+            raise ValueError(f"{len(work)} sequences are no decode batch that could be padded to {pad_to} rows")
         drawn = dict(zip((item.name for item in work if item.samples), uniform, strict=bool(uniform)))
         order = sorted(work, key=lambda item: item.num_tokens > 1)  # stable: running order is kept among equals
         num_tokens = sum(item.num_tokens for item in order)
-        width = max(1, *(len(item.block_table) for item in order))
-        if num_tokens > self.max_tokens or len(order) > self.max_seqs or width > self.max_blocks:
+        width = max(1, *(len(item.block_table) for item in order)) if pad_to is None else self.max_blocks
+        if (
+            max(num_tokens, pad_to or 0) > self.max_tokens
+            or max(len(order), pad_to or 0) > self.max_seqs
+            or width > self.max_blocks
+        ):
             raise ValueError(
                 f"a step of {num_tokens} tokens, {len(order)} sequences and {width} blocks a table does not fit buffers "
                 f"for {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
@@ -161,6 +183,10 @@ class BatchBuffers:
         self._top_k.cells[:count] = [sampling.top_k] * count
         self._top_p.cells[:count] = [sampling.top_p] * count
         self._uniform.cells[:count] = [drawn.get(name, 0.0) for name in sampled]
+        num_seqs = len(order)
+        if pad_to is not None:
+            self._pad(num_seqs, pad_to)
+            num_decodes = num_seqs = num_tokens = count = pad_to
         return StepBatch(
             names=tuple(item.name for item in order),
             sampled=sampled,
@@ -169,9 +195,9 @@ class BatchBuffers:
             token_ids=self._token_ids.sent(num_tokens),
             positions=self._positions.sent(num_tokens),
             slots=self._slots.sent(num_tokens),
-            block_table=self._tables.sent(len(order) * width).view(len(order), width),
-            seq_lens=self._seq_lens.sent(len(order)),
-            query_starts=self._query_starts.sent(len(order) - num_decodes + 1),
+            block_table=self._tables.sent(num_seqs * width).view(num_seqs, width),
+            seq_lens=self._seq_lens.sent(num_seqs),
+            query_starts=self._query_starts.sent(num_seqs - num_decodes + 1),
             sample_rows=self._sample_rows.sent(count),
             temperature=self._temperature.sent(count),
             top_k=self._top_k.sent(count),
@@ -179,6 +205,16 @@ class BatchBuffers:
             uniform=self._uniform.sent(count),
             tokens_out=self._tokens_out.sent(count),
         )
+
+    def _pad(self, first: int, end: int) -> None:
+        """Rows `[first, end)` of a decode batch are nobody's: token 0 at position 0, slot 0 of NO_BLOCK, no KV to read."""
+        rows = end - first
+        for buffer in (self._token_ids, self._positions, self._slots, self._seq_lens, self._temperature, self._top_k):
+            buffer.cells[first:end] = [0] * rows
+        self._tables.cells[first * self.max_blocks : end * self.max_blocks] = [NO_BLOCK] * (rows * self.max_blocks)
+        self._sample_rows.cells[first:end] = range(first, end)
+        self._top_p.cells[first:end] = [1.0] * rows
+        self._uniform.cells[first:end] = [0.0] * rows
 
     def slots(self, item: Work, block_size: int) -> list[int]:
         """Where the KV of a sequence's new tokens goes, one slot a token.

@@ -1,45 +1,24 @@
 """TorchExecutor: carries out the core's plans for real, and says how long each step took.
 
 The seam's other side: what `ModelExecutor` prices, this does. A plan's moves come first (`plan_moves`), then one forward pass
-a step, then sampling. Output lengths are the core's affair, so an end-of-sequence token ends nothing here.
+a step (`forward_pass`), sampling included. Output lengths are the core's affair, so an end-of-sequence token ends nothing here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, StepResult
 
-from .batch import BatchBuffers, Sampling, StepBatch, Work
-from .kernels.sampling import BrokenLogitsError, check_tokens
-from .model import Decoder
-from .out_of_memory import OUT_OF_MEMORY, oom_report
+from .forward_pass import ForwardPass
+from .op_timeline import OpTimeline
+from .out_of_memory import OUT_OF_MEMORY, freed_but_pending, oom_report
 from .plan_moves import PlanMoves
-from .pool import PagedKVPool, PoisonedReadError
+from .readings import MemoryReader, StepReading
 from .swap import BlockMover
 from .timing import step_timer
-from .tokens import TokenBook
-from .workspace import Workspace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReading:
-    """What one step did and held, for whoever records it."""
-
-    step: int
-    duration_fs: int
-    phase: str
-    """`prefill`, `decode` or `mixed`."""
-    num_tokens: int
-    num_seqs: int
-    allocated_blocks: int
-    """Blocks of the pool that requests hold, by the device's own book."""
-    workspace_bytes: int
-    """High-water mark of the step."""
-    oom: bool
 
 
 class TorchExecutor:
@@ -47,30 +26,30 @@ class TorchExecutor:
 
     def __init__(
         self,
-        model: Decoder,
-        pool: PagedKVPool,
-        workspace: Workspace,
-        buffers: BatchBuffers,
-        tokens: TokenBook,
+        forward: ForwardPass,
         *,
         mover: BlockMover | None = None,
         is_cached: Callable[[int], bool] = lambda block_id: False,
-        sampling: Sampling | None = None,
         watch: AbstractContextManager[Any] | None = None,
         on_step: Callable[[StepReading], None] | None = None,
+        memory: MemoryReader | None = None,
+        timeline: OpTimeline | None = None,
     ) -> None:
         """`is_cached` says whether the core's prefix cache may find a block; `watch` is entered around every step (a meter
-        with a byte limit, for instance); `on_step` gets a reading a step.
+        with a byte limit, for instance); `on_step` gets a reading a step, with what `memory` reads; `timeline` follows one step.
         """
-        self.model, self.pool, self.workspace, self.tokens = model, pool, workspace, tokens
-        self._buffers = buffers
-        self._moves = PlanMoves(pool, model.ops, mover, is_cached=is_cached)
-        self._sampling = Sampling() if sampling is None else sampling
+        self.forward = forward
+        self.model, self.pool, self.workspace = forward.model, forward.pool, forward.workspace
+        self._moves = PlanMoves(forward.pool, forward.model.ops, mover, is_cached=is_cached)
         self._watch = nullcontext() if watch is None else watch
-        self._on_step = on_step
-        self._timer = step_timer(pool.device)
+        self._on_step, self._memory = on_step, memory
+        self.timeline = timeline
+        self._timer = step_timer(forward.pool.device)
+        self._kv_tokens: dict[str, int] = {}
         self.steps = self.oom_events = self.computed_tokens = self.sampled_tokens = 0
         """Steps run, those of them that ran out of memory, and what the others computed."""
+        self.split_steps = self.retried_steps = 0
+        """Steps in several passes, and steps that the allocator failed once without need."""
 
     @property
     def moves(self) -> PlanMoves:
@@ -112,12 +91,15 @@ class TorchExecutor:
         return counters.allocated_blocks + counters.quarantined_blocks
 
     def report(self) -> dict[str, Any]:
-        """What ran, as JSON values: device, kernels and fallbacks, counts, bytes by ledger line."""
-        counters = self.pool.counters()
+        """What ran, as JSON values: device, kernels and fallbacks, graphs, counts, bytes by ledger line."""
+        counters, graphs = self.pool.counters(), self.forward.graphs
         return {
             **self.model.ops.report(),
+            "graphs": None if graphs is None else graphs.report(),
             "steps": self.steps,
             "oom_steps": self.oom_events,
+            "split_steps": self.split_steps,
+            "retried_steps": self.retried_steps,
             "computed_tokens": self.computed_tokens,
             "sampled_tokens": self.sampled_tokens,
             "copied_blocks": self._moves.copied_blocks,
@@ -144,6 +126,7 @@ class TorchExecutor:
     ) -> OomReport | None:
         """Run one step; adds its duration and its tokens. Returns a report, and no tokens, if it ran out of memory."""
         step, report = plan.step + ahead, None
+        followed = self.timeline is not None and self.timeline.step == step
         self.pool.begin_step(step)
         self.workspace.reset()
         self._timer.start()
@@ -154,12 +137,18 @@ class TorchExecutor:
                     self._moves.begin(plan)
                 for request in scheduled:
                     self._moves.hold(request)
-                drawn = self._compute(scheduled)
+                if followed and self.timeline is not None:
+                    with self.timeline.follow(plan.shape.later(ahead), self.model.ops, self.workspace):
+                        drawn = self.forward.run(scheduled, eager=True)
+                else:
+                    drawn = self._forward(scheduled)
         except OUT_OF_MEMORY as error:
             report = oom_report(error, self._moves.during or "forward pass", self.pool.device)
+        start_fs = plan.start_fs + sum(durations)
         durations.append(self._timer.stop_fs())
         self.pool.end_step()
         self.steps += 1
+        self.split_steps += self.forward.num_passes > 1
         if report is not None:
             self.oom_events += 1
             if ahead == 0:
@@ -167,97 +156,56 @@ class TorchExecutor:
                     self._moves.take_back(request)
         else:
             self._moves.settle()
-            for request in scheduled:
-                self.computed_tokens += request.num_tokens
-                if request.samples:
-                    token = drawn[request.request_id]
-                    self.tokens.record(request.request_id, request.context_tokens + request.num_tokens, token)
-                    sampled.setdefault(request.request_id, []).append(token)
-            self.sampled_tokens += len(drawn)
-        self._tell(step, durations[-1], scheduled, report is not None)
+            self._record(scheduled, drawn, sampled)
+        if self._on_step is not None:
+            self._on_step(self._reading(step, start_fs, durations[-1], scheduled, report is not None))
         return report
 
-    def _compute(self, scheduled: tuple[ScheduledRequest, ...]) -> dict[str, int]:
-        """The forward pass and sampling; the sampled token of each request that gets one."""
-        work = [self._work(request) for request in scheduled]
-        uniform: list[float] = []
-        if self._sampling.temperature > 0:
-            uniform = [
-                self.tokens.uniform(item.name, item.context_tokens + item.num_tokens) for item in work if item.samples
-            ]
-        batch = self._buffers.fill(work, self.pool.layout.block_size, self._sampling, uniform)
-        if self.pool.checked:
-            for item in work:
-                self.pool.check_read(item.name, item.block_table)
-        logits = self.model.forward(batch, self.pool, self.workspace)
-        if self.pool.checked:
-            self._check_written(work)
-        if not batch.sampled:
-            return {}
-        return dict(zip(batch.sampled, self._tokens_of(batch, logits, work), strict=True))
-
-    def _work(self, request: ScheduledRequest) -> Work:
-        start = request.context_tokens
-        return Work(
-            name=request.request_id,
-            token_ids=self.tokens.tokens(request.request_id, start, start + request.num_tokens),
-            context_tokens=start,
-            block_table=request.block_table,
-            samples=request.samples,
-        )
-
-    def _tokens_of(self, batch: StepBatch, logits: Any, work: list[Work]) -> list[int]:
-        """The sampled tokens, on the host.
-
-        Raises:
-            PoisonedReadError: a request read a block that holds nothing; BrokenLogitsError: logits broke for another reason.
+    def _forward(self, scheduled: tuple[ScheduledRequest, ...]) -> dict[str, int]:
+        """The forward pass; made again, once, when the allocator failed beside memory that had just become free. The second time
+        it writes the same KV into the same slots.
         """
         try:
-            return check_tokens(self.model.sample(batch, logits), list(batch.sampled))
-        except BrokenLogitsError:
-            self._name_culprit(work)
-            raise
+            return self.forward.run(scheduled)
+        except OUT_OF_MEMORY as error:
+            if not freed_but_pending(error, self.pool.device):
+                raise
+        self.retried_steps += 1
+        self.workspace.rewind()
+        return self.forward.run(scheduled)
 
-    def _check_written(self, work: list[Work]) -> None:
-        """Verify that the step stored the KV of all its tokens where their tables say. A chunk that samples nothing would
-        otherwise hide a lost write until somebody reads it.
-        """
-        try:
-            for item in work:
-                last = item.context_tokens + item.num_tokens
-                self.pool.check_content(item.name, item.block_table, last, item.context_tokens)
-        except PoisonedReadError:
-            self._name_culprit(
-                work
-            )  # NaN that was read is passed on: the first that is found need not be the first that was
-            raise
+    def _record(
+        self, scheduled: tuple[ScheduledRequest, ...], drawn: dict[str, int], sampled: dict[str, list[int]]
+    ) -> None:
+        tokens = self.forward.tokens
+        for request in scheduled:
+            name, end = request.request_id, request.context_tokens + request.num_tokens
+            self.computed_tokens += request.num_tokens
+            self._kv_tokens[name] = end
+            if request.samples:
+                tokens.record(name, end, drawn[name])
+                sampled.setdefault(name, []).append(drawn[name])
+        self.sampled_tokens += len(drawn)
 
-    def _name_culprit(self, work: list[Work]) -> None:
-        """Find the block that a request should not have read."""
-        size, windows = self.pool.layout.block_size, [kind.window for kind in self.model.config.shape.attention]
-        for item in work:
-            last = item.context_tokens + item.num_tokens
-            first = 0
-            if None not in windows:
-                first = max(item.context_tokens - max(window for window in windows if window is not None) + 1, 0)
-            for index in range(first // size, -(-last // size)):
-                if item.block_table[index]:
-                    low, high = max(first, index * size), min(last, (index + 1) * size)
-                    self.pool.check_content(item.name, item.block_table, high, low)
-
-    def _tell(self, step: int, duration_fs: int, scheduled: tuple[ScheduledRequest, ...], oom: bool) -> None:
-        if self._on_step is None:
-            return
+    def _reading(
+        self, step: int, start_fs: int, duration_fs: int, scheduled: tuple[ScheduledRequest, ...], oom: bool
+    ) -> StepReading:
         prefills = sum(request.num_tokens > 1 for request in scheduled)
-        self._on_step(
-            StepReading(
-                step=step,
-                duration_fs=duration_fs,
-                phase="decode" if not prefills else "prefill" if prefills == len(scheduled) else "mixed",
-                num_tokens=sum(request.num_tokens for request in scheduled),
-                num_seqs=len(scheduled),
-                allocated_blocks=self.pool.tags.num_held,
-                workspace_bytes=self.workspace.step_high_water_bytes,
-                oom=oom,
-            )
+        holders = self._moves.holders
+        for name in [name for name in self._kv_tokens if name not in holders]:
+            del self._kv_tokens[name]
+        return StepReading(
+            step=step,
+            start_fs=start_fs,
+            duration_fs=duration_fs,
+            phase="decode" if not prefills else "prefill" if prefills == len(scheduled) else "mixed",
+            num_tokens=sum(request.num_tokens for request in scheduled),
+            num_seqs=len(scheduled),
+            decode_seqs=len(scheduled) - prefills,
+            kv_tokens=sum(self._kv_tokens.values()),
+            allocated_blocks=self.pool.tags.num_held,
+            workspace_bytes=self.workspace.step_high_water_bytes,
+            served_by=self.forward.served_by,
+            oom=oom,
+            memory=None if self._memory is None else self._memory.read(),
         )

@@ -25,11 +25,22 @@ class CpuOutOfMemoryError(torch.OutOfMemoryError):  # type: ignore[misc]  # torc
 
     def __init__(self, wanted: int, live: int, limit: int, what: str) -> None:
         super().__init__(
-            f"CPU out of memory. Tried to allocate {_size(wanted)}. CPU has a total capacity of {_size(limit)} of which "
+            wanted, live, limit, what
+        )  # the arguments, so that a copy (another process's, say) is the same error
+        self.wanted_bytes, self.live_bytes, self.limit_bytes, self.what = wanted, live, limit, what
+
+    def __str__(self) -> str:
+        limit, live = self.limit_bytes, self.live_bytes
+        return (
+            f"CPU out of memory. Tried to allocate {_size(self.wanted_bytes)}. CPU has a total capacity of {_size(limit)} of which "
             f"{_size(max(limit - live, 0))} is free. Of the allocated memory {_size(live)} is allocated by PyTorch. "
-            f"Asked for by {what}."
+            f"Asked for by {self.what}."
         )
-        self.wanted_bytes, self.live_bytes, self.limit_bytes = wanted, live, limit
+
+    @property
+    def free_bytes(self) -> int:
+        """What was left."""
+        return max(self.limit_bytes - self.live_bytes, 0)
 
 
 def _size(num_bytes: int) -> str:

@@ -39,6 +39,17 @@ class Fallback:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Calls by operation and implementation, and those that were not served as meant."""
+
+    served: Counter[tuple[str, Implementation]]
+    fallbacks: Counter[Fallback]
+
+    def __sub__(self, other: Record) -> Record:
+        return Record(self.served - other.served, self.fallbacks - other.fallbacks)
+
+
 class Ops:
     """Operations on one device. Arguments and results are those of the kernel's module; nothing is kept but the record."""
 
@@ -138,6 +149,24 @@ class Ops:
         return sample_twin.sample_twin(call, self.scratch)
 
     # -- the record -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        return self.served.total()
+
+    def record(self) -> Record:
+        """A copy of the record."""
+        return Record(Counter(self.served), Counter(self.fallbacks))
+
+    def restore(self, record: Record) -> None:
+        """Make `record` the record: what a warm-up called is not what a run did."""
+        self.served, self.fallbacks = Counter(record.served), Counter(record.fallbacks)
+
+    def add(self, record: Record) -> None:
+        """Calls that did not come through here: those of a captured graph, when it is replayed."""
+        self.served.update(record.served)
+        self.fallbacks.update(record.fallbacks)
 
     def note_fallback(self, operation: str, reason: str) -> None:
         """Put on record that something outside this class was served by plain torch where a kernel was meant to."""

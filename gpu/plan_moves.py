@@ -8,8 +8,7 @@ before the next plan's: the core has taken the step back, so nobody has written 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,14 @@ from sim.core.need import blocks_for
 from sim.core.plan import ScheduledRequest, StepPlan
 
 from .ops import Ops
-from .out_of_memory import OUT_OF_MEMORY
 from .pool import PagedKVPool
 from .swap import BlockMover
 
 Pairs = Sequence[tuple[int, int]]
+
+
+class ChangedBlockError(RuntimeError):
+    """A block came back from the CPU pool other than it went there. Names block, owner and steps."""
 
 
 class PlanMoves:
@@ -41,9 +43,15 @@ class PlanMoves:
         self._copied_away: set[int] = set()  # sources of copies since a step was last computed
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
         self._saved: dict[str, frozenset[int]] = {}  # core's CPU blocks by the key under which the CPU pool keeps them
+        self._sums: dict[str, tuple[int, list[int]]] = {}  # of saved blocks, with the step (checked mode)
         self.during = ""
         """The move in progress, for reports."""
         self.copied_blocks = self.swapped_out_blocks = self.swapped_in_blocks = 0
+
+    @property
+    def holders(self) -> Collection[str]:
+        """Requests that hold blocks here."""
+        return self._held.keys()
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
@@ -152,25 +160,44 @@ class PlanMoves:
         for key in [key for key, kept in self._saved.items() if key == name or kept & slots]:
             mover.cpu_pool.drop(key)  # its request ended while it was away: the core has given its slots to another
             del self._saved[key]
-        try:
-            transfer = mover.swap_out(name, [block for block, _ in pairs])
-        except OUT_OF_MEMORY:
-            with suppress(KeyError):
-                mover.cpu_pool.drop(name)  # it will be tried again, and takes its slots then
-            raise
+        transfer = mover.swap_out(name, [block for block, _ in pairs])
         if transfer is None:
             raise IntegrityError(
                 f"the CPU pool has {mover.cpu_pool.num_free} free slots for {len(pairs)} blocks of {name}; the core counted more"
             )
         self._await(transfer.fence)
         self._saved[name] = slots
+        if self._pool.checked:
+            self._sums[name] = (self._pool.clock.step, self._checksums([block for block, _ in pairs]))
         self.swapped_out_blocks += len(pairs)
 
     def _swap_in(self, name: str, pairs: Pairs) -> None:
         transfer = self._needed(name).swap_in(name, [block for _, block in pairs])
         self._await(transfer.fence)
         del self._saved[name]
+        if self._pool.checked:
+            self._check_restored(name, [block for _, block in pairs])
         self.swapped_in_blocks += len(pairs)
+
+    def _checksums(self, blocks: list[int]) -> list[int]:
+        ids = torch.tensor(blocks, dtype=torch.int64).to(self._pool.device)
+        sums = torch.empty(len(blocks), dtype=torch.int32, device=self._pool.device)
+        found: list[int] = self._ops.block_checksum(self._pool.rows, ids, sums).tolist()
+        return found
+
+    def _check_restored(self, name: str, blocks: list[int]) -> None:
+        """Verify that what came back is what was saved.
+
+        Raises:
+            ChangedBlockError: it is not; names the block, its owner and both steps.
+        """
+        step, saved = self._sums.pop(name)
+        for block, before, now in zip(blocks, saved, self._checksums(blocks), strict=True):
+            if before != now:
+                raise ChangedBlockError(
+                    f"block {block} of {name}, restored at step {self._pool.clock.step}, is not what was saved at step {step}: "
+                    f"checksum {now & 0xFFFFFFFF:08x}, not {before & 0xFFFFFFFF:08x}; a copy was not waited for, or its place was rewritten"
+                )
 
     def _await(self, fence: Any) -> None:
         """What comes next may write where the copy reads. The checked mode waits on the host, so that tags can be verified."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,22 @@ from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.request import RequestSpec
+from sim.memory.graphs import graph_plan
 
 from .batch import BatchBuffers, Sampling
 from .cpu_pool import CpuBlockPool
+from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
-from .executor import StepReading, TorchExecutor
+from .device import find_device
+from .executor import TorchExecutor
+from .forward_pass import ForwardPass
 from .layout import KVLayout
-from .metering import DeviceBudget, StorageMeter
+from .metering import GIB, DeviceBudget, StorageMeter
 from .model import Decoder, decode_splits, workspace_bytes
+from .op_timeline import OpTimeline
 from .ops import Ops
 from .pool import PagedKVPool
+from .readings import CpuMemoryReader, CudaMemoryReader, MemoryReader, StepReading
 from .swap import BlockMover
 from .tokens import TokenBook
 from .weights import DecoderWeights
@@ -57,6 +63,14 @@ class RealSettings:
     """Cores that torch may use in this process; None leaves its choice."""
     workspace_bytes: int | None = None
     """Workspace, instead of what the largest step needs; a step that does not fit is taken back and tried smaller."""
+    micro_batch_tokens: int | None = None
+    """Most tokens that one forward pass computes: a step of more is split, and the workspace is sized for the parts."""
+    decode_graphs: bool | None = None
+    """Run decode batches by captured buckets; None: on CUDA, where they are CUDA graphs. On the CPU buckets are called again."""
+    others_bytes: int = 0
+    """What other processes hold on a CUDA device, for the memory curve."""
+    peak_step: int | None = None
+    """A step whose live bytes are followed operation by operation, by the first executor."""
 
 
 class RealEngine:
@@ -68,8 +82,12 @@ class RealEngine:
         requests: Sequence[RequestSpec],
         *,
         on_step: Callable[[StepReading], None] | None = None,
+        recorder: Callable[[int], Callable[[StepReading], None]] | None = None,
     ) -> None:
-        """Raises ConfigError for a model or device that cannot be run, OutOfMemoryError if the weights do not fit."""
+        """`on_step` gets a reading a step of every executor; `recorder(index)` makes one for each, which gets memory readings too.
+
+        Raises ConfigError for a model or device that cannot be run, OutOfMemoryError if the weights do not fit.
+        """
         self.settings = settings
         self.device = find_device(settings.device)
         self.config = DecoderConfig.of(settings.shape, settings.source)
@@ -77,7 +95,7 @@ class RealEngine:
         self.tokens = TokenBook(requests, seed=settings.seed, vocab_size=settings.shape.vocab_size)
         self.executors: list[TorchExecutor] = []
         """Those handed out, in order."""
-        self._on_step = on_step
+        self._on_step, self._recorder = on_step, recorder
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         self._budget = None if settings.memory_limit_bytes is None else DeviceBudget(settings.memory_limit_bytes)
@@ -95,9 +113,10 @@ class RealEngine:
         engine, shape, settings = core.config, self.config.shape, self.settings
         ops = Ops(self.device)
         splits = decode_splits(self.config, engine, self.device)
+        most = settings.micro_batch_tokens
         room = settings.workspace_bytes or workspace_bytes(
             self.config,
-            engine,
+            engine if most is None else _at_most(engine, most),
             element_bytes=torch.empty(0, dtype=self._torch_dtype).element_size(),
             num_splits=splits,
             twins=ops.meant == "torch",
@@ -110,6 +129,7 @@ class RealEngine:
             dtype=self.dtype,
             kv_cache_dtype=settings.kv_cache_dtype,
         )
+        self._check_room(layout.arena_bytes(engine.num_gpu_blocks), room)
         pool = PagedKVPool(layout, engine.num_gpu_blocks, self.device, checked=settings.checked, budget=self._budget)
         workspace = Workspace(room, self.device, budget=self._budget)
         if ops.meant == "torch":
@@ -117,17 +137,25 @@ class RealEngine:
         mover = None
         if engine.num_cpu_blocks:
             mover = BlockMover(pool, CpuBlockPool(layout, engine.num_cpu_blocks), ops)
-        executor = TorchExecutor(
+        forward = ForwardPass(
             Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, num_splits=splits),
             pool,
             workspace,
             self._buffers(engine),
             self.tokens,
+            sampling=settings.sampling,
+            most_tokens=most,
+        )
+        self._capture(forward, engine)
+        index = len(self.executors)
+        executor = TorchExecutor(
+            forward,
             mover=mover,
             is_cached=core.pool.index.__contains__,
-            sampling=settings.sampling,
             watch=None if self._budget is None else StorageMeter(self._budget),
-            on_step=self._on_step,
+            on_step=self._on_step if self._recorder is None else self._recorder(index),
+            memory=None if self._recorder is None else self._reader(forward),
+            timeline=OpTimeline(settings.peak_step) if settings.peak_step is not None and index == 0 else None,
         )
         self.executors.append(executor)
         return executor
@@ -135,6 +163,38 @@ class RealEngine:
     def report(self) -> list[dict[str, Any]]:
         """What each executor did."""
         return [executor.report() for executor in self.executors]
+
+    def _capture(self, forward: ForwardPass, engine: EngineConfig) -> None:
+        """Capture decode batches, where that is wanted."""
+        cuda, wanted = self.device.type == "cuda", self.settings.decode_graphs
+        if not (cuda if wanted is None else wanted):
+            return
+        plan = graph_plan(engine.max_num_seqs, engine.max_num_batched_tokens, enforce_eager=False)
+        forward.capture(plan.full_sizes, CudaCapture(self.device) if cuda else CallAgain())
+
+    def _reader(self, forward: ForwardPass) -> MemoryReader:
+        sizes = {
+            "weights_bytes": self.weights.num_bytes,
+            "kv_pool_bytes": forward.pool.arena.untyped_storage().nbytes(),
+            "workspace_bytes": forward.workspace.num_bytes,
+        }
+        if self.device.type == "cuda":
+            graphs = 0 if forward.graphs is None else forward.graphs.captured_bytes
+            return CudaMemoryReader(self.device, graphs_bytes=graphs, others_bytes=self.settings.others_bytes, **sizes)
+        tensors = [*self.weights.tensors, *forward.buffers.tensors, forward.pool.scales, forward.model.rope_table]
+        return CpuMemoryReader(tensors, limit_bytes=self.settings.memory_limit_bytes, **sizes)
+
+    def _check_room(self, pool_bytes: int, workspace: int) -> None:
+        """On CUDA, find out before the pool is taken that it will not fit. Raises ConfigError with what would be right."""
+        if self.device.type != "cuda":
+            return
+        torch.cuda.empty_cache()
+        free = int(torch.cuda.mem_get_info(self.device)[0])
+        if pool_bytes + workspace > free:
+            raise ConfigError(
+                f"the KV pool ({pool_bytes / GIB:.2f} GiB) and the workspace ({workspace / GIB:.2f} GiB) do not fit into the "
+                f"{free / GIB:.2f} GiB that are free on {self.device}; lower gpu_memory_utilization or num_gpu_blocks_override"
+            )
 
     @property
     def _torch_dtype(self) -> Any:
@@ -164,37 +224,36 @@ SMALL = 1 << 24
 """A model of fewer parameters runs faster on one core: waking the others takes longer than their share of the work."""
 
 
-def for_scenario(
-    tables: Mapping[str, Mapping[str, Any]], shape: ModelShape, requests: Sequence[RequestSpec]
-) -> RealEngine:
-    """The engine that a resolved scenario asks for: `tables` as `Resolved.tables`.
+def settings_of(tables: Mapping[str, Mapping[str, Any]], shape: ModelShape) -> RealSettings:
+    """What a resolved scenario asks for: `tables` as `Resolved.tables`.
 
     Raises:
-        ConfigError: a model, format or device that cannot be run.
+        ConfigError: a format that cannot be run.
     """
-    run, model = tables["run"], tables["model"]
+    run, model, engine = tables["run"], tables["model"], tables["engine"]
     if model["quantization"] not in (None, "auto", "none"):
         raise ConfigError(f"quantization is {model['quantization']!r}; executor torch runs plain weights only")
-    settings = RealSettings(
+    return RealSettings(
         shape=shape,
         source=model["model"],
         device=run["device"],
         dtype=model["dtype"],
-        kv_cache_dtype=tables["engine"]["kv_cache_dtype"],
+        kv_cache_dtype=engine["kv_cache_dtype"],
         seed=run["seed"],
         checked=run["check"],
         num_threads=1 if run["device"] == "cpu" and shape.num_parameters < SMALL else None,
+        memory_limit_bytes=run["device_limit_bytes"],
+        micro_batch_tokens=run["micro_batch_tokens"],
+        decode_graphs=False if engine["enforce_eager"] else None,
     )
-    return RealEngine(settings, requests)
 
 
-def find_device(name: str) -> Any:
-    """The torch device called `name`. Raises ConfigError when this machine has none."""
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ConfigError(f"device is {name!r}; it must be cpu, cuda or cuda:N")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r}, but torch sees no CUDA device on this machine; cpu is always there")
-    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device(name)
+def _at_most(engine: EngineConfig, tokens: int) -> EngineConfig:
+    """The engine with budgets that make its largest step one of `tokens` tokens."""
+    tokens = min(tokens, engine.max_num_batched_tokens)
+    return replace(
+        engine,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=min(engine.max_num_seqs, tokens),
+        enable_chunked_prefill=True,
+    )

@@ -98,12 +98,18 @@ class BlockMover:
         Raises:
             KeyError: something is kept under this key already.
             ValueError: NO_BLOCK is among the blocks: it holds nothing, and its place must be remembered by the caller.
+            OutOfMemoryError: there was no memory for the move; the slots are free again.
         """
         _refuse_no_block(key, block_ids)
         slots = self.cpu_pool.keep(key, len(block_ids))
         if slots is None:
             return None
-        return self._start(key, list(block_ids), slots, out=True)
+        try:
+            return self._start(key, list(block_ids), slots, out=True)
+        except BaseException:
+            # A copy that was submitted before the failure may still write into them.
+            self.cpu_pool.drop(key, None if self._stream is None else CudaFence(self._stream))
+            raise
 
     def swap_in(self, key: str, block_ids: Sequence[int], *, drop: bool = True) -> Transfer:
         """Start bringing back what is kept under `key` into these blocks, and order the current stream after it. With

@@ -18,6 +18,7 @@ import torch
 from sim.core.config import ConfigError
 
 from .decoder_config import DecoderConfig
+from .readings import storage_bytes
 from .require import require
 
 DRAWN_ON_CPU = 1 << 27
@@ -60,12 +61,17 @@ class DecoderWeights:
     """`[vocab_size, hidden_size]`; the embedding itself when they are tied."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all storages, shared ones once."""
+    def tensors(self) -> list[Any]:
+        """All of them; some share a storage."""
         tensors = [self.embedding, self.final_norm, self.head]
         for layer in self.layers:
             tensors += [tensor for name in LayerWeights.__slots__ if (tensor := getattr(layer, name)) is not None]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        return tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all storages, shared ones once."""
+        return storage_bytes(self.tensors)
 
     @classmethod
     def random(cls, config: DecoderConfig, *, seed: int, dtype: Any, device: Any) -> DecoderWeights:

@@ -119,7 +119,7 @@ class Scenario(BaseModel):
         back what was given.
         Raises ScenarioError.
         """
-        return self._changed(self._given(), changes, _python_label, _python_label)
+        return self._changed(self.given(), changes, _python_label, _python_label)
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Every key of every table with its final value, defaults of model and GPU filled in: plain JSON types. Raises ScenarioError."""
@@ -145,7 +145,7 @@ class Scenario(BaseModel):
         BaseModel.__init__(scenario, **_validated(tables, where))
         return scenario
 
-    def _given(self) -> _Tables:
+    def given(self) -> _Tables:
         """What was given, without defaults."""
         tables = {name: getattr(self, name).model_dump(exclude_unset=True) for name in TABLES}
         return {**tables, "slo": dict(self.slo.as_dict()) if self.slo else {}}
@@ -266,7 +266,17 @@ def _check_choices(policy: PolicyTable, run: RunTable, label: _Label) -> None:
             )
     if run.executor == "torch":
         _check_device(run.device, label)
-    elif run.device is not None:
+        if run.device_limit_bytes is not None and run.device not in (None, "cpu"):
+            raise ScenarioError(
+                f"{label('run', 'device_limit_bytes')} limits the CPU, but the device is {run.device!r}; a GPU has its own limit"
+            )
+        return
+    for key in ("micro_batch_tokens", "device_limit_bytes"):
+        if getattr(run, key) is not None:
+            raise ScenarioError(
+                f"{label('run', key)} is for executor torch, but executor {run.executor} computes nothing on a device; leave it out"
+            )
+    if run.device is not None:
         raise ScenarioError(
             f"{label('run', 'device')} is {run.device!r}, but executor {run.executor} computes nothing on a device; leave it out"
         )

@@ -85,6 +85,7 @@ class EngineTable(Table):
     other_processes_bytes: int = Field(0, ge=0, description="bytes that other processes hold on the GPU")
     enable_prefix_caching: bool = Field(True, description="keep full blocks for reuse")
     enable_chunked_prefill: bool = Field(True, description="let a prompt be computed over several steps")
+    async_scheduling: bool = Field(False, description="plan a step while the one before it runs")
     vllm_args: str | None = Field(
         None, description="pasted flags of `vllm serve`; they fill in what no other key gives"
     )
@@ -141,6 +142,10 @@ class WorkloadTable(Table):
     output_tokens: _Length = Field(
         None, description="output length in tokens, or [smallest, largest], for the workload uniform"
     )
+    ignore_eos: bool = Field(
+        True,
+        description="each request's cap is its output length, as when a trace is replayed; off: no caps, the model stops by itself",
+    )
     n: int = Field(1, ge=1, description="samples of each prompt; all share its blocks and leave together")
     arrival: str | None = Field(
         None, min_length=1, description="arrival process: poisson, gamma, on-off, deterministic or batch"
@@ -176,6 +181,12 @@ class RunTable(Table):
         None,
         description="let steps fail that need more memory than the account leaves; default: unless the pool alone is more than the GPU",
     )
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="executor torch: most tokens of one forward pass; a step of more is computed in several"
+    )
+    device_limit_bytes: int | None = Field(
+        None, ge=1, description="executor torch on the CPU: a hard limit on what the run may take of it"
+    )
     faults: list[dict[str, str | float]] | None = Field(
         None, description="injected memory faults: kind, at_s, until_s, gib, every_s"
     )
@@ -199,6 +210,9 @@ TABLE_OF_KEY = {key: name for name, table in TABLES.items() for key in table.mod
 NAME_KEYS = {"name": ("model", "gpu", "workload", "policy"), "preset": ("policy",)}
 """Spellings of a table's main key that are also understood: `[model] name` is `[model] model`."""
 
+SWITCHES_BOTH_WAYS = frozenset({"async_scheduling"})
+"""Switches that are off by default and have a `--no-…` all the same, as in vLLM."""
+
 KEYS_WITHOUT_FLAG = frozenset(
     {
         "eviction",
@@ -207,6 +221,7 @@ KEYS_WITHOUT_FLAG = frozenset(
         "guard_priority",
         "ladder",
         "n",
+        "ignore_eos",
         "arrival",
         "priorities",
         "cancel_age_mean_s",
@@ -226,6 +241,8 @@ KEYS_WITHOUT_FLAG = frozenset(
         "output_tokens",
         "spread_ticks",
         "memory_limit",
+        "micro_batch_tokens",
+        "device_limit_bytes",
         "faults",
     }
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,13 +19,13 @@ from .scenario_errors import ScenarioError, nearest
 from .steady_state import steady_state_warnings
 
 if TYPE_CHECKING:
-    from sim.catalog.shape import ModelShape
-    from sim.core.config import EngineConfig
+    from sim.core.config import AttentionGroup, EngineConfig
     from sim.core.engine import EngineCore
     from sim.core.plan import Executor
     from sim.core.policy import Policy
     from sim.core.request import RequestSpec
     from sim.costs.protocol import CostModel
+    from sim.memory import Ledger
     from sim.memory.device import Device
     from sim.results.result import Result
     from sim.workload import BuiltWorkload
@@ -38,7 +37,7 @@ ROOFLINE = "roofline"
 
 
 class RealEngine(Protocol):
-    """What runs engine cores for real (`gpu.real_engine`, which this package does not import)."""
+    """What runs engine cores for real. This package has none: a caller brings one (`experiments.real_run` does)."""
 
     def executor(self, core: EngineCore) -> Executor:
         """An executor for one core."""
@@ -47,6 +46,14 @@ class RealEngine(Protocol):
     def report(self) -> list[dict[str, Any]]:
         """What each executor did, as JSON values."""
         ...
+
+    def memory_columns(self) -> dict[str, list[Any]]:
+        """The columns of memory.csv, measured."""
+        ...
+
+
+MakeRealEngine = Callable[["Resolved", "Sequence[RequestSpec]"], RealEngine]
+"""Makes what runs a resolved scenario with these requests."""
 
 
 def simulate(
@@ -57,6 +64,7 @@ def simulate(
     cost: CostModel | None = None,
     decision_log: Callable[[dict[str, Any]], None] | None = None,
     executor: Callable[[EngineCore], Executor] | None = None,
+    real: MakeRealEngine | None = None,
     **changes: Any,
 ) -> Result:
     """Simulate `scenario` and return everything that came of it.
@@ -66,9 +74,11 @@ def simulate(
     replaces the cost model; `decision_log` is called with each step's entry. Equal arguments give equal results, wall-clock times aside.
 
     With executor "torch" in `[run]` nothing is simulated but the clients: every step really runs, and its measured duration is
-    the time that passes. `executor` (made for each engine core) does the steps instead of either.
+    the time that passes. The caller then brings in `real` what runs it; `experiments.real_run.run_scenario` does. `executor`
+    (made for each engine core) does the steps instead of either.
 
-    Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message).
+    Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message); StartUpError, with a log, when
+    faults make the engine run out of memory while it starts.
     """
     from sim.core.request import samples
     from sim.results import (
@@ -89,19 +99,28 @@ def simulate(
     run = resolved["run"]
 
     built = build_workload(resolved, replication)
-    sent = [sample for spec in built.requests for sample in samples(replace(spec, n=resolved["workload"]["n"]))]
+    changes_to_each: dict[str, Any] = {"n": resolved["workload"]["n"]}
+    if not resolved["workload"]["ignore_eos"]:
+        changes_to_each["max_tokens"] = None
+    sent = [sample for spec in built.requests for sample in samples(replace(spec, **changes_to_each))]
     config, policy = choose_policy(
         resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
     )
     memory = device(resolved)
-    real = None
+    ran = None
     if executor is None and run["executor"] == "torch":
-        real = real_engine(resolved, sent)
-        executor = real.executor
+        if real is None:
+            raise ScenarioError(
+                "[run] executor is 'torch', and sim.simulate only simulates; `kvtwin run`, or experiments.real_run.run_scenario in "
+                "Python, runs it for real"
+            )
+        ran = real(resolved, sent)
+        executor = ran.executor
     if executor is not None and memory.faults:
         raise ScenarioError(
             "[run] faults are injected into a simulated device, but here an executor runs the steps; leave one of them out"
         )
+    check_start(resolved, memory)
     prices = cost or cost_model(resolved)
     record = run_world(
         config,
@@ -138,15 +157,15 @@ def simulate(
         wall_time_s=time.perf_counter() - started_s,
     )
     facts = provenance(resolved, profile=prices.name if executor is None else "measured", replication=replication)
-    if real is not None:
-        summary["executors"] = facts["executors"] = real.report()
+    if ran is not None:
+        summary["executors"] = facts["executors"] = ran.report()
     return Result(
         summary=summary,
         request_columns=requests,
         timeline_columns=timeline,
         mark_columns=mark_columns(record),
-        memory_columns=memory_columns(record),
-        bill_columns=bill_columns(record.requests, config.block_size, memory.block_bytes(config.num_gpu_blocks)),
+        memory_columns=memory_columns(record) if ran is None else ran.memory_columns(),
+        bill_columns=bill_columns(record.requests, config.slots_per_block, memory.block_bytes(config.num_gpu_blocks)),
         oom_log=oom_log(record, _arguments(resolved, config)),
         oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
@@ -188,21 +207,33 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     """The settings of the decision core. Raises ConfigError for a contradiction."""
     from sim.core.config import EngineConfig
 
-    engine, policy = resolved["engine"], resolved["policy"]
+    engine, policy, ledger = resolved["engine"], resolved["policy"], resolved.ledger
     return EngineConfig(
-        num_gpu_blocks=resolved.ledger.equivalent_blocks,
+        num_gpu_blocks=ledger.num_gpu_blocks,
         block_size=engine["block_size"],
         max_model_len=engine["max_model_len"],
         max_num_seqs=engine["max_num_seqs"],
         max_num_batched_tokens=engine["max_num_batched_tokens"],
         enable_prefix_caching=engine["enable_prefix_caching"],
         enable_chunked_prefill=engine["enable_chunked_prefill"],
+        async_scheduling=engine["async_scheduling"],
         scheduling_policy=policy["scheduling_policy"],
         reserve_full_prompt=policy["scheduler_reserve_full_isl"],
-        sliding_window=_window(resolved.model),
+        sliding_window=None if ledger.layout.is_hybrid else ledger.layout.groups[0].window,
+        kv_groups=core_groups(ledger),
+        in_flight_tokens=ledger.in_flight_tokens,
         num_cpu_blocks=policy["num_cpu_blocks"],
         watermark=policy["watermark"],
     )
+
+
+def core_groups(ledger: Ledger) -> tuple[AttentionGroup, ...]:
+    """The attention groups of the pool that a ledger sized; none for a model with one kind of layer."""
+    from sim.core.config import AttentionGroup
+
+    if not ledger.layout.is_hybrid:
+        return ()
+    return tuple(AttentionGroup(block_size=group.block_size, window=group.window) for group in ledger.layout.groups)
 
 
 def device(resolved: Resolved) -> Device:
@@ -211,6 +242,23 @@ def device(resolved: Resolved) -> Device:
     from sim.memory.faults import read_faults
 
     return Device(resolved.model, resolved.gpu, resolved.ledger, read_faults(resolved["run"]["faults"]))
+
+
+def check_start(resolved: Resolved, memory: Device) -> None:
+    """Raise StartUpError, with the log it would leave, when the faults of `memory` keep the engine from starting."""
+    from sim.memory.start_up import StartUpError, start_up_failure
+
+    failure = start_up_failure(memory, resolved.model)
+    if failure is None:
+        return
+    from sim.catalog.gpus import GIB
+    from sim.results.start_up_log import start_up_log
+
+    message = (
+        f"the engine does not start: in {failure.phase}, {failure.what} asked for {failure.tried_bytes / GIB:.2f} GiB and "
+        f"{failure.free_bytes / GIB:.2f} GiB were free"
+    )
+    raise StartUpError(message, start_up_log(memory, _arguments(resolved, engine_config(resolved)), failure))
 
 
 def _arguments(resolved: Resolved, config: EngineConfig) -> dict[str, Any]:
@@ -241,6 +289,7 @@ def cost_model(resolved: Resolved) -> CostModel:
     """
     from sim.costs import Roofline
     from sim.costs.fitted import AUTO, fitted_cost, profile_names
+    from sim.costs.overlap import overlapped
 
     profile = resolved["gpu"]["profile"]
     settings = {
@@ -251,26 +300,15 @@ def cost_model(resolved: Resolved) -> CostModel:
             for key in ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size")
         },
     }
+    planned_ahead = overlapped if resolved["engine"]["async_scheduling"] else lambda cost: cost
     if profile == ROOFLINE:
-        return Roofline(resolved.model, resolved.gpu, **settings)
+        return planned_ahead(Roofline(resolved.model, resolved.gpu, **settings))
     known = (ROOFLINE, AUTO, *profile_names())
     if profile not in known and not Path(profile).is_file():
         raise ScenarioError(
             f"[gpu] profile is {profile!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(profile, known)}"
         )
-    return fitted_cost(profile, resolved.model, resolved.gpu, **settings)
-
-
-def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:
-    """What runs this scenario on a device. Raises ScenarioError where the software for it is missing, ConfigError for a model or
-    device that cannot be run.
-    """
-    try:
-        make = getattr(import_module("gpu.real_engine"), "for_scenario")  # noqa: B009 - by name: the simulator needs no GPU software
-    except ImportError as error:
-        raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
-    engine: RealEngine = make(resolved.tables, resolved.model, requests)
-    return engine
+    return planned_ahead(fitted_cost(profile, resolved.model, resolved.gpu, **settings))
 
 
 def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
@@ -286,8 +324,3 @@ def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:
     return (given[0], given[1]) if isinstance(given, list) else given
 
-
-def _window(model: ModelShape) -> int | None:
-    """The window that every layer has; a model with one full-attention layer keeps every block."""
-    windows = {kind.window for kind in model.attention}
-    return windows.pop() if len(windows) == 1 else None

@@ -189,6 +189,20 @@ def test_the_settings_that_would_have_helped():
     assert results["expandable"].replayed.reserved_bytes == -(-(11_643_387_904 + 499_214_336) // (20 * MIB)) * 20 * MIB
 
 
+def test_what_lies_free_in_a_graph_s_pool_is_not_room_under_other_settings():
+    """60 of 100 MiB are a graph's, free between its replays; 40 are reserved in a piece of 20 behind a tensor, and the device is full."""
+    graph = segment(0, 60 * MIB, [(60 * MIB, 0, F)], segment_pool_id=(0, 1))
+    rest = segment(64 * MIB, 40 * MIB, [(20 * MIB, 20 * MIB, A), (20 * MIB, 0, F)])
+    oom = entry("oom", 0, 30 * MIB, 10, device_free=0)
+    small = entry("oom", 0, 20 * MIB, 10, device_free=0)
+    for failed, served in ((oom, 0), (small, 1)):
+        results = what_if(hand_made([graph, rest], [failed]), {"expandable": "expandable_segments:True"})
+        assert results["expandable"].replay.attempts_served == served
+        assert not results["expandable"].replay.failures
+        assert any("stay theirs" in note for note in results["expandable"].notes)
+    assert results["recorded"].is_exact
+
+
 def test_189504_is_reproduced_from_its_snapshot_and_cured_by_searching_again():
     allocator = CachingAllocator(DeviceMemory(total_bytes=80 * MIB))
     allocator.allocate("whole", 80 * MIB)

@@ -43,6 +43,8 @@ def test_a_real_command_line_is_understood() -> None:
         ("--scheduling-policy priority", "scheduling_policy", "priority"),
         ("--no-scheduler-reserve-full-isl", "reserve_full_prompt", False),
         ("--max-num-seqs 8 --max-num-seqs 16", "max_num_seqs", 16),
+        ("--async-scheduling", "async_scheduling", True),
+        ("--no-async-scheduling", "async_scheduling", False),
         ("python -m vllm.entrypoints.openai.api_server --model qwen3-8b", "model", "qwen3-8b"),
     ],
 )
@@ -55,7 +57,7 @@ def test_spellings_of_vllm_become_settings(text: str, setting: str, value: objec
 @pytest.mark.parametrize(
     ("text", "ignored"),
     [
-        ("--no-async-scheduling", ["--no-async-scheduling"]),
+        ("--no-enable-lora", ["--no-enable-lora"]),
         ("-O3 --swap-space 4", ["-O", "--swap-space 4"]),
         (
             "--speculative-config '{\"num_speculative_tokens\": 3}'",

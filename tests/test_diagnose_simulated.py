@@ -10,6 +10,7 @@ import pytest
 
 from experiments.cli import main
 from experiments.investigator.regression import fails
+from experiments.scenario_text import scenario_text
 from sim import Scenario, simulate
 from sim.costs.constant import FixedCost
 from sim.scenario import ScenarioError
@@ -121,7 +122,7 @@ def test_a_simulated_failure_is_diagnosed_right(
     assert document["confidence"] >= 0.5
 
 
-@pytest.mark.parametrize("name", [name for name in FAILURES if name != "cached by the allocator"])
+@pytest.mark.parametrize("name", FAILURES)
 def test_its_regression_scenario_fails_and_does_not_with_the_fix(
     name: str, left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -133,14 +134,84 @@ def test_its_regression_scenario_fails_and_does_not_with_the_fix(
 
 
 def test_what_no_run_can_show_is_refused_and_nothing_is_written(
-    left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    target = tmp_path / "regression.toml"
-    files = left_behind["cached by the allocator"]
-    arguments = [*files, "--scenario-out", str(target), "--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb"]
+    log, target = tmp_path / "kernel.log", tmp_path / "regression.toml"
+    log.write_text(
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 180224, Hardware limit: 101376"
+    )
+    arguments = [str(log), "--scenario-out", str(target), "--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb"]
     assert main(["diagnose", *arguments]) == 2
     assert "nothing that a run of the simulator can show" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert not target.exists()
+
+
+# -- while the engine starts ---------------------------------------------------------------------------------------------
+
+STARTS: dict[str, tuple[list[dict[str, Any]], str, str, str]] = {
+    # The faults, and the category, a word of the cause and the phase that must be found.
+    "copies while loading": ([{"kind": "loading", "gib": 66.0}], "weights", "", "loading"),
+    "an encoder's profile": ([{"kind": "encoder", "gib": 70.0}], "transient peak", "encoder", "profiling"),
+    "graphs beyond the estimate": ([{"kind": "graph_capture", "gib": 8.5}], "CUDA graphs", "", "graph capture"),
+    "the sampler's warm-up": (
+        [{"kind": "sampler_warm_up"}, {"kind": "non_torch", "gib": 6.5}], "transient peak", "float32", "sampler warm-up",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_that_fails_leaves_a_log_that_is_diagnosed_right_and_made_into_a_regression_scenario(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    faults, cause, word, phase = STARTS[name]
+    scenario = Scenario(
+        model="llama-3.1-8b", gpu="h100-sxm-80gb", workload=LOAD | {"num_requests": 3}, run={"faults": faults}
+    )
+    file = tmp_path / "start.toml"
+    tables = scenario.resolved()
+    file.write_text(scenario_text({name: tables[name] for name in tables if name != "slo"}))
+    assert main(["run", str(file), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    assert (
+        said.out == ""
+        and said.err.startswith("kvtwin run: the engine does not start: in ")
+        and said.err.count("\n") == 1
+    )
+    target = tmp_path / "regression.toml"
+    document = diagnosed(capsys, str(tmp_path / "out" / "oom.log"), "--scenario-out", str(target))
+    assert (document["category"], document["phase"]) == (cause, phase), document["evidence"]
+    assert word in document["cause"]
+    assert fails(Scenario.load(target))
+    assert not fails(Scenario.load(tmp_path / "regression.fixed.toml"))
+
+
+def test_a_start_with_less_than_there_is_room_for_starts() -> None:
+    fine = [
+        {"kind": "loading", "gib": 60.0},
+        {"kind": "encoder", "gib": 60.0},
+        {"kind": "graph_capture", "gib": 1.0},
+        {"kind": "sampler_warm_up"},
+    ]
+    scenario = Scenario(
+        model="llama-3.1-8b", gpu="h100-sxm-80gb", workload=LOAD | {"num_requests": 3}, run={"faults": fine}
+    )
+    assert simulate(scenario).summary["finished"] == 3
+
+
+def test_weights_that_fit_nowhere_on_one_gpu_are_named_and_fixed_by_more_of_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["run", "--model", "llama-3.1-70b", "--gpu", "h100-sxm-80gb", "--workload", "azure-conv"]) == 2
+    (tmp_path / "stderr.txt").write_text(capsys.readouterr().err)
+    target = tmp_path / "regression.toml"
+    arguments = ["diagnose", str(tmp_path / "stderr.txt"), "--model", "llama-3.1-70b", "--gpu", "h100-sxm-80gb"]
+    assert main([*arguments, "--scenario-out", str(target), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["category"] == "weights"
+    assert fails(Scenario.load(target))
+    fixed = Scenario.load(tmp_path / "regression.fixed.toml")
+    assert not fails(fixed)
+    assert fixed.resolved()["engine"]["tensor_parallel_size"] == 4
 
 
 def test_a_regression_scenario_needs_the_model(

@@ -64,6 +64,7 @@ def loads(
     *,
     policies: Sequence[str] = ("fcfs", "priority"),
     windows: Sequence[int | None] = (None, None, 4, 9),
+    planned_ahead: Sequence[bool] = (False, True),
 ) -> Load:
     """Engines that are mostly too small for what is asked of them, and clients that mostly wait."""
     growing = draw(st.booleans())  # short prompts and long answers: everybody is let in, and then there is not enough
@@ -82,6 +83,7 @@ def loads(
         reserve_full_prompt=draw(st.booleans()),
         sliding_window=draw(st.sampled_from(windows)),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.2, 0.5])),
+        async_scheduling=draw(st.sampled_from(planned_ahead)),
     )
     span, arrival_ticks, made = draw(st.sampled_from([4, 2, 8])), 0, []
     for number in range(draw(st.integers(2, 9))):
@@ -485,7 +487,7 @@ def watched(load: Load, **hooks: object) -> tuple[RunRecord, Watcher]:
 
 
 @settings(max_examples=100)
-@given(loads(policies=["fcfs"]))
+@given(loads(policies=["fcfs"], planned_ahead=[False]))
 def test_first_come_first_served_runs_the_oldest_in_the_system(load: Load) -> None:
     """Nobody waits who came before somebody that runs: admission never overtakes, and whoever gives way is the last that came."""
     record, watcher = watched(load)
@@ -495,7 +497,7 @@ def test_first_come_first_served_runs_the_oldest_in_the_system(load: Load) -> No
 
 
 @settings(max_examples=100)
-@given(loads(policies=["priority"]))
+@given(loads(policies=["priority"], planned_ahead=[False]))
 def test_under_priority_scheduling_whoever_gives_way_is_the_least_important_that_runs(load: Load) -> None:
     rank = {spec.request_id: (spec.priority, spec.arrival_s, i) for i, spec in enumerate(load.requests)}
     for seen in watched(load)[1].seen:
@@ -616,7 +618,7 @@ def test_the_log_has_the_release_of_the_last_request() -> None:
 
 
 @settings(max_examples=100)
-@given(loads())
+@given(loads(planned_ahead=[False]))
 def test_a_plan_says_the_same_as_the_log(load: Load) -> None:
     log: list[dict[str, object]] = []
     _, watcher = watched(load, decision_log=log.append)

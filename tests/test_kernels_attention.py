@@ -81,6 +81,14 @@ def test_prefill_attention_for_every_head_dim(interpreter, head_dim):
     check(interpreter, PREFILL, prefill_attention_twin, call)
 
 
+@pytest.mark.parametrize("scaling", ["static", "per_token_head"])
+def test_fp8_at_the_largest_head_dim_has_tiles_of_its_own(interpreter, scaling):
+    """Smaller ones than narrow heads have, or the widened numbers would be spilled."""
+    batch = paged_batch(Shape(head_dim=256, scaling=scaling), [37, 70])
+    check(interpreter, DECODE, decode_attention_twin, batch.decode(2))
+    check(interpreter, PREFILL, prefill_attention_twin, batch.prefill([9, 5]))
+
+
 def test_splits_without_positions_weigh_nothing(interpreter):
     call = paged_batch(Shape(sinks=True), [3]).decode(7)  # one tile of positions, seven splits
     check(interpreter, DECODE, decode_attention_twin, call)

@@ -192,6 +192,7 @@ def configs(draw: st.DrawFn, *, cpu_blocks: Sequence[int] = (0,)) -> EngineConfi
         sliding_window=draw(st.sampled_from([None, None, None, 4, 9])),
         num_cpu_blocks=draw(st.sampled_from(cpu_blocks)),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
+        async_scheduling=draw(st.booleans()),
     )
 
 

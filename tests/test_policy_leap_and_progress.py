@@ -145,6 +145,7 @@ def engines(draw: st.DrawFn) -> EngineConfig:
         enable_prefix_caching=draw(st.booleans()),
         sliding_window=draw(st.sampled_from([None, None, None, 9])),
         num_cpu_blocks=draw(st.sampled_from([0, 0, 10])),
+        async_scheduling=draw(st.booleans()),
     )
 
 

@@ -73,6 +73,7 @@ def scenarios(draw: st.DrawFn) -> SmallScenario:
         sliding_window=window,
         num_cpu_blocks=draw(st.sampled_from((0, 0, 3, 8, 24))),
         watermark=draw(st.sampled_from((0.0, 0.1))),
+        async_scheduling=draw(st.booleans()),
     )
     return SmallScenario(
         name="drawn", requests=draw(requests()), engine=engine, shape=windowed(window), seed=draw(st.integers(0, 3))

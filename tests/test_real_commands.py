@@ -10,7 +10,9 @@ import pytest
 import sim
 from experiments import validate as command
 from experiments.cli import main
+from experiments.real_run import run_scenario
 from experiments.validation import Cell
+from sim.scenario_errors import ScenarioError
 
 REAL = ["run", "--executor", "torch", "--model", "tiny-llama-test", "--workload", "uniform", "--rate", "60"]
 
@@ -78,10 +80,18 @@ def test_a_scenario_in_python_runs_for_real():
         engine={"num_gpu_blocks_override": 200, "max_model_len": 2048},
         run={"executor": "torch"},
     )
-    result = sim.simulate(scenario)
+    result = run_scenario(scenario)
     assert result.summary["finished"] == 4
     assert result.provenance["profile"] == "measured"
     assert result.provenance["gpu"] == "cpu"
+
+
+def test_the_simulator_does_not_pretend_to_run_for_real():
+    scenario = sim.Scenario(
+        model="tiny-llama-test", workload={"workload": "uniform", "num_requests": 4}, run={"executor": "torch"}
+    )
+    with pytest.raises(ScenarioError, match=r"sim\.simulate only simulates.*experiments\.real_run\.run_scenario"):
+        sim.simulate(scenario)
 
 
 def test_the_kv_cache_of_a_run_on_the_cpu_is_bounded():
@@ -111,6 +121,54 @@ def test_what_cannot_be_run_for_real_is_bad_input(flags, words, capsys):
     assert code == 2
     assert all(word in message for word in words), message
     assert "Traceback" not in message
+
+
+def test_a_hard_limit_on_the_cpu_ends_the_run_s_requests_and_not_the_run(tmp_path, capsys):
+    """Steps that do not fit are answered by the core; what does not fit before the first step is bad input."""
+    scenario = tmp_path / "limited.toml"
+    text = UNDER_PRESSURE.replace("num_requests = 200", "num_requests = 12").replace(
+        'device = "cpu"', "device_limit_bytes = {}"
+    )
+    scenario.write_text(text.format(12_500_000), encoding="utf-8")
+    assert main(["run", str(scenario), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["finished"] + summary["aborted"] + summary["failed"] == 12
+    scenario.write_text(text.format(2_000_000), encoding="utf-8")
+    assert main(["run", str(scenario)]) == 2
+    message = capsys.readouterr().err
+    assert "do not fit cpu: CPU out of memory. Tried to allocate" in message
+    assert "Asked for by" in message
+
+
+def test_a_step_may_be_computed_in_several_passes(tmp_path, capsys):
+    scenario = tmp_path / "split.toml"
+    text = UNDER_PRESSURE.replace("num_requests = 200", "num_requests = 12")
+    answers = []
+    for line in ("", "micro_batch_tokens = 48\n"):
+        scenario.write_text(text + line, encoding="utf-8")
+        assert main(["run", str(scenario), "--json"]) == 0
+        summary = json.loads(capsys.readouterr().out)
+        answers.append((summary["output_tokens"], summary["executors"][0]["split_steps"] > 0))
+    assert answers == [(answers[0][0], False), (answers[0][0], True)]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "executor = 'torch'\ndevice = 'cuda'\ndevice_limit_bytes = 5",
+            ["device_limit_bytes limits the CPU", "'cuda'"],
+        ),
+        ("micro_batch_tokens = 5", ["micro_batch_tokens is for executor torch", "executor model"]),
+        ("device_limit_bytes = 5", ["device_limit_bytes is for executor torch"]),
+    ],
+)
+def test_keys_of_a_device_need_that_device(line, words, tmp_path, capsys):
+    scenario = tmp_path / "wrong.toml"
+    scenario.write_text(f"[run]\n{line}\n", encoding="utf-8")
+    assert main(["run", str(scenario)]) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
 
 
 # -- validate --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset, with_engine
 from gpu.batch import BatchBuffers
 from gpu.fences import FenceError
-from gpu.plan_moves import PlanMoves
+from gpu.plan_moves import ChangedBlockError, PlanMoves
 from gpu.pool import PoisonedReadError
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
@@ -158,16 +158,23 @@ def test_a_copy_that_has_not_arrived_is_waited_for():
         run_for_real(SCENARIOS["swaps-2"], preset("vllm-v1"), wrap=OnASlowBus)
 
 
-def test_a_copy_without_its_fence_is_seen(monkeypatch):
-    """What it saves has been given away by the time it is read: poison comes back, or another request's context."""
+def test_a_copy_without_its_fence_is_named(monkeypatch):
+    """What it saves has been given away, and poisoned, by the time it is read. The sums taken before tell."""
     scenario = with_engine(SCENARIOS["swaps-2"], enable_prefix_caching=False)
     monkeypatch.setattr(PlanMoves, "_await", lambda self, fence: None)
-    try:
-        run = run_for_real(scenario, preset("vllm-v1"), wrap=OnASlowBus)
-    except PoisonedReadError as error:
-        assert "is NaN in layer" in str(error)  # noqa: PT017 - either way it is seen
-    else:
-        assert changed_answers(run, reference_answers(scenario))
+    with pytest.raises(
+        ChangedBlockError,
+        match=r"^block \d+ of r\d, restored at step \d+, is not what was saved at step \d+: checksum [0-9a-f]{8}",
+    ):
+        run_for_real(scenario, preset("vllm-v1"), wrap=OnASlowBus)
+
+
+def test_without_the_checks_a_copy_without_its_fence_changes_answers(monkeypatch):
+    """The fault is one that matters: unchecked, it goes unnoticed until somebody reads the answer."""
+    scenario = with_engine(SCENARIOS["swaps-2"], enable_prefix_caching=False)
+    monkeypatch.setattr(PlanMoves, "_await", lambda self, fence: None)
+    run = run_for_real(scenario, preset("vllm-v1"), wrap=OnASlowBus, checked=False)
+    assert changed_answers(run, reference_answers(scenario))
 
 
 @pytest.mark.parametrize("checked", [True, False])

@@ -11,9 +11,9 @@ import torch
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
 from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
 from gpu.batch import Sampling
-from gpu.executor import StepReading
 from gpu.metering import CpuOutOfMemoryError, allocation_meter
 from gpu.out_of_memory import oom_report
+from gpu.readings import StepReading
 from gpu.real_engine import RealEngine, RealSettings
 from gpu.workspace import Workspace, WorkspaceFullError
 from sim.core.clock import to_fs

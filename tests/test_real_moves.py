@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from experiments.validation import SCENARIOS
 from gpu.cpu_pool import CpuBlockPool
+from gpu.handover import HandoverError, hand_over
 from gpu.layout import KVLayout
 from gpu.ops import Ops
 from gpu.plan_moves import PlanMoves
 from gpu.pool import PagedKVPool
+from gpu.real_engine import RealEngine, RealSettings
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
+from sim.core.config import EngineConfig
+from sim.core.engine import EngineCore
 from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
+from sim.core.request import RequestSpec
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 
@@ -207,3 +214,65 @@ def test_the_last_releases_are_those_that_no_plan_has_told(device):
     device.owns("a", [1, 2])
     device.moves.close((("a", (1, 2)),))
     assert device.pool.counters().free_blocks == 8
+
+
+# -- to another device -----------------------------------------------------------------------------------------------------
+
+
+def handed_over(target_device: str, moved_after: int) -> list[list[int]]:
+    """A request that starts on the CPU's pool and goes on in another, decoding by hand; and the same without the move."""
+    spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=9, output_tokens=12)
+    config = EngineConfig(num_gpu_blocks=12, block_size=4, max_model_len=24, max_num_seqs=2, max_num_batched_tokens=24)
+    shape = SCENARIOS["pressure-0"].shape
+    answers = []
+    for places in (("cpu", target_device), ("cpu", "cpu")):
+        moves = len(answers) == 0
+        engines = [
+            RealEngine(RealSettings(shape=shape, device=place, checked=True, dtype="float32"), [spec])
+            for place in places
+        ]
+        passes = [engine.executor(EngineCore(config)).forward for engine in engines]
+        passes[1].tokens = passes[0].tokens
+        here, table, context, count = passes[0], (1, 2, 3, 4, 5, 6), 0, 9
+        for step in range(12):
+            if moves and step == moved_after:
+                there = (12, 3, 7, 1, 9, 2)
+                hand_over("r", passes[0].pool, table, passes[1].pool, there, context)
+                assert passes[0].pool.tags.num_held == 0
+                here, table = passes[1], there
+            here.pool.begin_step(step)
+            here.workspace.reset()
+            here.pool.assign("r", table, context)
+            share = ScheduledRequest("r", count, context, table, True)
+            token = here.run([share])["r"]
+            here.tokens.record("r", context + count, token)
+            here.pool.end_step()
+            context, count = context + count, 1
+        answers.append(passes[0].tokens.answer("r"))
+    return answers
+
+
+@pytest.mark.parametrize("moved_after", [1, 5])
+def test_a_request_that_moves_to_another_pool_goes_on_where_it_was(moved_after):
+    moved, stayed = handed_over("cpu", moved_after)
+    assert moved == stayed
+    assert len(set(stayed)) > 3
+
+
+@pytest.mark.gpu
+def test_a_request_that_moves_to_the_gpu_goes_on_where_it_was(cuda_device):
+    moved, stayed = handed_over(cuda_device, 4)
+    assert moved == stayed
+
+
+def test_a_move_between_pools_that_differ_is_refused():
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, block_size=4, dtype="float32")
+    source, target = PagedKVPool(layout, 4), PagedKVPool(replace(layout, block_size=8), 4)
+    source.assign("r", [1, 2], 8)
+    with pytest.raises(
+        HandoverError, match="block_size is 4 in the pool a request leaves and 8 in the one it comes to"
+    ):
+        hand_over("r", source, [1, 2], target, [1], 8)
+    with pytest.raises(HandoverError, match=r"8 tokens are 2 blocks, but the tables are \[1, 2\] and \[3\]"):
+        hand_over("r", source, [1, 2], PagedKVPool(layout, 4), [3], 8)
+    assert source.tags.num_held == 2

@@ -9,8 +9,8 @@ import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset
-from gpu.executor import StepReading
 from gpu.metering import allocation_meter
+from gpu.readings import StepReading
 from gpu.real_engine import RealEngine, RealSettings
 from sim.catalog.models import model_shape
 from sim.core.clock import to_fs

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from .diagnosis import Cause, Phase
-from .hypotheses import Hypothesis, head_counts, hypotheses
+from .hypotheses import Hypothesis, head_counts, hypotheses, of_the_size
 from .known import Known
 from .sizes import GIB, MIB, Size, show, tensor_interval
 
@@ -22,6 +22,8 @@ _DECADES = math.log(8 * GIB / (20 * MIB))
 """Natural logarithm of the range over which such sizes are spread."""
 _TRUST_IN_ASSUMED = 0.6
 """Weight of a match whose shape was taken from the catalogue, because the model is not known."""
+_TRUST_IN_THE_SIZE = 0.85
+"""The same where the text says how many parameters the model has, and the shape is one of so many."""
 _NEAR_PROMPT = 0.05
 """A prompt is stated roughly ("about 27k tokens")."""
 
@@ -47,13 +49,14 @@ def matches(tried: Size, known: Known, phase: Phase) -> tuple[Match, ...]:
     if high <= 20 * MIB:
         return ()
     width = math.log(high / max(low, 1.0))
+    assumed = _TRUST_IN_THE_SIZE if of_the_size(known) else _TRUST_IN_ASSUMED
     found: list[tuple[float, Match]] = []
     chance = 0.0
     for hypothesis in hypotheses(known, phase):
         chance += _accident(hypothesis, width)
         match = _try(hypothesis, low, high)
         if match is not None:
-            trust = _TRUST_IN_ASSUMED if hypothesis.assumed_shape else 1.0
+            trust = assumed if hypothesis.assumed_shape else 1.0
             found.append((trust * match[0], match[1]))
     square = _square(low, high, known, phase)
     if square is not None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .allocator_runs import AllocatorRuns
 from .curve import Curve
 from .curve_facts import CurveFacts
 from .diagnosis import Cause, Phase
 from .engine_log import EngineLog
 from .failures import Failure
 from .known import Known
+from .log_load import LogLoad
 from .oom_message import OomMessage
 from .phases import Mark
 from .request_log import RequestLog
@@ -39,6 +41,10 @@ class Case:
     curve_facts: CurveFacts | None = None
     requests: RequestLog | None = None
     snapshot: SnapshotFacts | None = None
+    allocator: AllocatorRuns | None = None
+    """The snapshot's history, replayed under its own and other settings."""
+    load: LogLoad | None = None
+    """What was served at the failure, by the log."""
 
     @property
     def phase(self) -> Phase:
@@ -90,6 +96,8 @@ class Candidate:
     evidence: tuple[str, ...] = ()
     phase: Phase = Phase.UNKNOWN
     """Where this cause puts the failure, used only when nothing else says."""
+    phase_why: str = ""
+    """Why there; may be empty."""
     effect_bytes: float | None = None
     """What mending it would give back, where the evidence says."""
     record: tuple[str, ...] = ()

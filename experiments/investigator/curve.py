@@ -1,13 +1,15 @@
 """A memory curve: what was allocated and reserved over time, beside what the engine was serving.
 
 Columns (units are part of the names; bytes, KiB, MiB or GiB): `time_s`, `allocated_bytes`, and where they were recorded
-`reserved_bytes`, `in_use_bytes` (the whole process), `total_bytes`, `active_sequences`, `tokens` (in the KV cache), `phase`.
+`reserved_bytes`, `in_use_bytes` (the whole process), `total_bytes`, `workspace_bytes` (temporary tensors of a step),
+`active_sequences`, `tokens` (in the KV cache), `requests`, `batch_tokens`, `prefill_tokens`, `decode_sequences`, `beams`,
+`phase`, `replica`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +19,17 @@ from .table_file import BYTE_UNITS, TIME_UNITS, Table
 
 Floats = npt.NDArray[np.float64]
 
-_STEMS = ("allocated", "reserved", "in_use", "total")
+_STEMS = ("allocated", "reserved", "in_use", "total", "workspace")
 _SEQUENCES = ("active_sequences", "running", "num_seqs", "active_seqs", "sequences")
 _TOKENS = ("tokens", "kv_tokens", "cached_tokens", "num_tokens")
+_DIMENSIONS = {
+    "requests": ("requests", "num_requests", "requests_in_flight"),
+    "batch_tokens": ("batch_tokens", "num_batched_tokens", "num_scheduled_tokens", "step_tokens"),
+    "prefill_tokens": ("prefill_tokens", "prefill_batch_tokens", "new_tokens"),
+    "decode_sequences": ("decode_sequences", "decode_seqs", "num_decode_seqs"),
+    "beams": ("beams", "beam_width", "best_of"),
+}
+"""Further dimensions of a load, and the names under which they are recorded."""
 _LEAST_ROWS = 4
 
 
@@ -41,6 +51,10 @@ class Curve:
     """Active sequences."""
     tokens: Floats | None = None
     """Tokens in the KV cache."""
+    workspace: Floats | None = None
+    """Bytes that a step needed for temporary tensors."""
+    dimensions: Mapping[str, Floats] = field(default_factory=dict)
+    """What else of the load was recorded: `requests`, `batch_tokens`, `prefill_tokens`, `decode_sequences`, `beams`."""
     phases: tuple[str, ...] = ()
     """One a row; empty when not recorded."""
 
@@ -60,6 +74,24 @@ def is_curve(table: Table) -> bool:
     """True for a table that has a time and an allocated column, with or without their units."""
     return any(name.startswith("time") for name in table.header) and any(
         name.startswith("allocated") for name in table.header
+    )
+
+
+def read_curves(table: Table) -> tuple[Curve, ...]:
+    """The curves in `table`: one, or one a replica where more than one is recorded. Raises as `read_curve` does."""
+    replicas = list(dict.fromkeys(table.text("replica")))
+    if len(replicas) < 2:
+        return (read_curve(table),)
+    at = table.header.index("replica")
+    return tuple(
+        read_curve(
+            replace(
+                table,
+                name=f"{table.name}, replica {replica}",
+                rows=tuple(row for row in table.rows if row[at].strip() == replica),
+            )
+        )
+        for replica in replicas
     )
 
 
@@ -101,6 +133,12 @@ def read_curve(table: Table) -> Curve:
         total_bytes=None if total is None else float(total.max()),
         sequences=column(_counts(table, _SEQUENCES)),
         tokens=column(_counts(table, _TOKENS)),
+        workspace=column(found["workspace"]),
+        dimensions={
+            name: values
+            for name, columns in _DIMENSIONS.items()
+            if (values := column(_counts(table, columns))) is not None
+        },
         phases=tuple(phases[int(row)] for row in chosen) if phases else (),
     )
 

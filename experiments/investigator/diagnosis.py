@@ -73,6 +73,17 @@ class Fix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileVerdict:
+    """What one file says by itself."""
+
+    file: str
+    phase: Phase
+    cause: str
+    """With its detail."""
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """The verdict over all files together."""
 
@@ -92,6 +103,8 @@ class Diagnosis:
     """What to change, the most effective first."""
     next_to_record: tuple[str, ...] = ()
     """What to record so that the next failure can be told apart from its neighbours."""
+    by_file: tuple[FileVerdict, ...] = ()
+    """What each file says by itself, where there are several of a kind."""
     notes: tuple[str, ...] = ()
     """What a reader must know: files that were not understood, a model that is not in the catalogue."""
 
@@ -119,5 +132,14 @@ class Diagnosis:
                 for fix in self.fixes
             ],
             "next_to_record": list(self.next_to_record),
+            "by_file": [
+                {
+                    "file": one.file,
+                    "phase": str(one.phase),
+                    "cause": one.cause,
+                    "confidence": round(one.confidence, 3),
+                }
+                for one in self.by_file
+            ],
             "notes": list(self.notes),
         }

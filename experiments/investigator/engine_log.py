@@ -17,13 +17,14 @@ _ACCOUNT = {
         rf"Model loading took {_NUMBER} ?Gi?B",
         rf"Loading (?:model )?weights took {_NUMBER} ?GB",
         rf"Load weight end\.[^\n]*mem usage={_NUMBER} GB",
-        rf"\(weights {_NUMBER} G",
+        rf"\bweights {_NUMBER} G",
         rf"{_NUMBER} GiB for (?:model )?weights?\b",
     ),
     "non_torch_gib": (rf"non_torch_memory takes {_NUMBER} ?GiB", rf"{_NUMBER} ?GiB (?:for|in) non-torch"),
     "peak_activation_gib": (
         rf"activation peak memory takes {_NUMBER} ?GiB",
         rf"{_NUMBER} ?GiB (?:for|as) peak activation",
+        rf"peak activation {_NUMBER} GiB",
     ),
     "kv_gib": (rf"reserved for KV Cache is {_NUMBER} ?GiB", rf"Available KV cache memory: {_NUMBER} GiB"),
     "graphs_gib": (

@@ -59,7 +59,7 @@ KINDS = (
     ),
     _kind(
         "no cache blocks",
-        r"No available memory for the cache blocks",
+        r"No available memory for the cache blocks|no memory is left for KV blocks",
         Phase.START_UP,
         Cause.KV_CAPACITY,
         "after weights and the profiled peak nothing of the budget is left for KV blocks",
@@ -251,6 +251,15 @@ KINDS = (
         "lost",
         "",
         0.0,
+    ),
+    _kind(
+        "waking up",
+        r"CUDA Error: out of memory at [^\n]{0,80}cumem_allocator|in create_and_map\b[^\0]{0,200}out of memory",
+        Phase.AFTER_RELEASE,
+        Cause.OTHER_PROCESS,
+        "memory that was given back while the engine slept is not there when it wakes up: somebody else holds it",
+        "",
+        0.6,
     ),
     _kind(
         "CUDA error",

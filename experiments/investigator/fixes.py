@@ -18,7 +18,26 @@ from .sizes import GIB, MIB, show
 
 
 def fixes_for(case: Case, verdict: Candidate) -> tuple[Fix, ...]:
-    """Fixes of one verdict, the most direct first."""
+    """Fixes of one verdict, the most direct first; settings of the allocator by what the replay of a snapshot shows."""
+    replayed = tuple(_allocator(case)) if verdict.cause in _THE_ALLOCATOR_S else ()
+    named = {fix.change for fix in replayed}
+    return (*replayed, *(fix for fix in _by_cause(case, verdict) if fix.change not in named))
+
+
+_THE_ALLOCATOR_S = (Cause.FRAGMENTATION, Cause.PENDING_FREES, Cause.RESERVED_ONLY)
+
+
+def _allocator(case: Case) -> Iterator[Fix]:
+    """Settings under which the snapshot's own history would have gone better."""
+    runs = case.allocator
+    if runs is None:
+        return
+    for conf, run, why in runs.helpful():
+        gained = runs.tried_bytes or runs.recorded.replayed.reserved_bytes - run.replayed.reserved_bytes
+        yield Fix(change=f"PYTORCH_ALLOC_CONF={conf}", effect_gib=gained / GIB, basis=why)
+
+
+def _by_cause(case: Case, verdict: Candidate) -> tuple[Fix, ...]:
     make = _FIXES.get(verdict.cause)
     if make is not None:
         return tuple(make(case, verdict))
@@ -195,6 +214,9 @@ def _kv(case: Case, verdict: Candidate) -> Iterator[Fix]:
 
 
 def _fragmentation(case: Case, verdict: Candidate) -> Iterator[Fix]:
+    if case.allocator is not None and case.allocator.tried_bytes is not None:
+        yield from less_utilization(case)  # what the settings do was replayed
+        return
     spare = case.oom.unallocated if case.oom else None
     yield Fix(
         change="PYTORCH_ALLOC_CONF=expandable_segments:True",
@@ -209,7 +231,9 @@ def _pending(case: Case, verdict: Candidate) -> Iterator[Fix]:
     yield Fix(
         change="retry the allocation once after torch.cuda.synchronize()",
         effect_gib=tried.gib if tried else None,
-        basis="the frees have completed by then",
+        basis="replayed: with the pool searched again after the wait it fits"
+        if case.allocator is not None and case.allocator.retry_fits
+        else "the frees have completed by then",
     )
 
 

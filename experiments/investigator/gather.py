@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .allocator_runs import AllocatorRuns, allocator_runs
 from .case import Case
-from .curve import Curve, is_curve, read_curve
+from .curve import Curve, is_curve, read_curves
 from .curve_facts import measure
 from .engine_log import EngineLog, Stats, is_timeline, read_engine_log, read_timeline
 from .errors import DiagnoseError
 from .excerpt import excerpt
 from .failures import read_failures
 from .known import Known, fits_message, read_known, with_weights
+from .log_load import read_load
 from .oom_message import OomMessage, read_messages, without_hints
 from .phases import read_mark
 from .request_log import RequestLog, is_request_log, read_request_log
-from .snapshot import SnapshotFacts, snapshot_facts
+from .snapshot import snapshot_facts
 from .table_file import read_table
 
 LONGEST_BYTES = 256 << 20
@@ -26,22 +28,62 @@ LONGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one file held, or one curve of it; one of the fields is set."""
+
+    name: str
+    """The file."""
+    text: str | None = None
+    """A message or a log."""
+    curve: Curve | None = None
+    requests: RequestLog | None = None
+    stats: tuple[Stats, ...] = ()
+    """Scheduler lines that came as a table."""
+    snapshot: Any = None
+    """A memory snapshot, as its reader gave it."""
+    runs: AllocatorRuns | None = None
+    """Its history, replayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What the files held."""
 
-    texts: tuple[str, ...] = ()
-    """Messages and logs."""
-    curves: tuple[Curve, ...] = ()
-    requests: tuple[RequestLog, ...] = ()
-    stats: tuple[Stats, ...] = ()
-    """Scheduler lines that came as a table."""
-    snapshots: tuple[Any, ...] = ()
-    """Memory snapshots, as their reader gave them."""
+    parts: tuple[Part, ...] = ()
+    """In the order of the files."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def curves(self) -> tuple[Part, ...]:
+        """The parts that are memory curves."""
+        return tuple(part for part in self.parts if part.curve is not None)
 
-def read_files(paths: Sequence[str | Path], read_snapshot: Callable[[Path], Any] | None = None) -> Evidence:
+    @property
+    def request_logs(self) -> tuple[Part, ...]:
+        """The parts that are request logs."""
+        return tuple(part for part in self.parts if part.requests is not None)
+
+    @property
+    def snapshots(self) -> tuple[Part, ...]:
+        """The parts that are memory snapshots."""
+        return tuple(part for part in self.parts if part.snapshot is not None)
+
+    @property
+    def texts(self) -> tuple[Part, ...]:
+        """The parts that are messages or logs."""
+        return tuple(part for part in self.parts if part.text is not None)
+
+
+def read_files(
+    paths: Sequence[str | Path],
+    read_snapshot: Callable[[Path], Any] | None = None,
+    *,
+    what_if: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda what: None,
+) -> Evidence:
     """Read every file; pickles with `read_snapshot`, which must be a reader that runs no code.
+
+    The history of a snapshot is replayed under its own settings and under `what_if` (default: a few that often help).
 
     Raises:
         DiagnoseError: no file, or one that is missing, a folder, empty, binary, too large, or a broken table.
@@ -50,24 +92,24 @@ def read_files(paths: Sequence[str | Path], read_snapshot: Callable[[Path], Any]
         raise DiagnoseError(
             "no file is given; give an out-of-memory message, a server log, a memory curve (CSV) or requests.csv"
         )
-    texts: list[str] = []
-    curves: list[Curve] = []
-    requests: list[RequestLog] = []
-    stats: list[Stats] = []
-    snapshots: list[Any] = []
+    parts: list[Part] = []
     notes: list[str] = []
     for path in map(Path, paths):
+        name = str(path)
+        progress(f"reading {name}")
         if read_snapshot is not None and path.is_file() and _starts_as_pickle(path):
-            snapshots.append(read_snapshot(path))
+            snapshot = read_snapshot(path)
+            progress(f"replaying the history of {name}")
+            parts.append(Part(name=name, snapshot=snapshot, runs=allocator_runs(snapshot, what_if)))
             continue
         text = _text(path)
-        table = read_table(str(path), text)
+        table = read_table(name, text)
         if table is not None and is_curve(table):
-            curves.append(read_curve(table))
+            parts += [Part(name=curve.name, curve=curve) for curve in read_curves(table)]
         elif table is not None and is_request_log(table):
-            requests.append(read_request_log(table))
+            parts.append(Part(name=name, requests=read_request_log(table)))
         elif table is not None and is_timeline(table):
-            stats += read_timeline(table)
+            parts.append(Part(name=name, stats=read_timeline(table)))
         elif table is not None and len(table.rows) > 1 and _is_numeric(table.rows[0]):
             raise DiagnoseError(
                 f"{path}: a table with the columns {', '.join(table.header[:8])}; known are memory curves (time_s, allocated_bytes, …) "
@@ -77,15 +119,10 @@ def read_files(paths: Sequence[str | Path], read_snapshot: Callable[[Path], Any]
             part = excerpt(text)
             if part is not text:
                 notes.append(f"{path} is long: its beginning and the lines around the failure were read")
-            texts.append(part)
-    return Evidence(
-        texts=tuple(texts),
-        curves=tuple(curves),
-        requests=tuple(requests),
-        stats=tuple(stats),
-        snapshots=tuple(snapshots),
-        notes=tuple(notes),
-    )
+            parts.append(Part(name=name, text=part))
+    if what_if and not any(part.snapshot is not None for part in parts):
+        raise DiagnoseError("--what-if replays the history of a memory snapshot, and no snapshot is among the files")
+    return Evidence(parts=tuple(parts), notes=tuple(notes))
 
 
 def _is_pickle(head: bytes) -> bool:
@@ -137,17 +174,23 @@ def _text(path: Path) -> str:
 
 
 def case_of(evidence: Evidence, given: Known, snapshot: Any = None) -> Case:
-    """Put together what the texts, tables and the user say. What the user gives wins over what a text says."""
-    text = without_hints("\n".join(evidence.texts))
+    """Put together what the texts, tables and the user say. What the user gives wins over what a text says.
+
+    Of curves, request logs and snapshots the first of each kind; `further_cases` has the others.
+    """
+    text = without_hints("\n".join(part.text for part in evidence.texts if part.text is not None))
     messages = read_messages(text)
-    facts = _facts_of(snapshot, evidence.snapshots)
+    read = next(iter(evidence.snapshots), None)
+    chosen = snapshot if snapshot is not None else read.snapshot if read else None
+    facts = None if chosen is None else snapshot_facts(chosen)
+    runs = allocator_runs(snapshot) if snapshot is not None else read.runs if read else None
     oom = _first_complete(messages) or (facts.oom_message if facts else None)
     known = given.over(read_known(text))
     known = replace(known, gpu=given.gpu or fits_message(known.gpu, oom.total.bytes if oom and oom.total else None))
     known = with_weights(known, text)
     failures = read_failures(text)
     line = oom.line if oom else failures[0].line if failures else None
-    curve = evidence.curves[0] if evidence.curves else None
+    curve = next((part.curve for part in evidence.curves), None)
     return Case(
         known=known,
         text=text,
@@ -155,18 +198,42 @@ def case_of(evidence: Evidence, given: Known, snapshot: Any = None) -> Case:
         num_messages=len(messages),
         failures=failures,
         mark=read_mark(text, line),
-        log=_log(text, evidence.stats),
+        log=_log(text, [stats for part in evidence.parts for stats in part.stats]),
+        load=read_load(text, line) if text else None,
         curve=curve,
         curve_facts=measure(curve) if curve else None,
-        requests=evidence.requests[0] if evidence.requests else None,
+        requests=next((part.requests for part in evidence.request_logs), None),
         snapshot=facts,
+        allocator=runs,
     )
 
 
-def _facts_of(snapshot: Any, read: Sequence[Any]) -> SnapshotFacts | None:
-    """Facts of the snapshot given, else of the first one read."""
-    chosen = snapshot if snapshot is not None else read[0] if read else None
-    return None if chosen is None else snapshot_facts(chosen)
+def further_cases(evidence: Evidence, case: Case) -> tuple[tuple[str, Case], ...]:
+    """Each curve, request log and snapshot after the first of its kind, as a case of its own, by the name of its file."""
+    known, found = case.known, []
+    for part in (*evidence.curves[1:], *evidence.request_logs[1:], *evidence.snapshots[1:]):
+        facts = None if part.snapshot is None else snapshot_facts(part.snapshot)
+        one = Case(
+            known=known,
+            oom=facts.oom_message if facts else None,
+            curve=part.curve,
+            curve_facts=measure(part.curve) if part.curve else None,
+            requests=part.requests,
+            snapshot=facts,
+            allocator=part.runs,
+        )
+        found.append((part.name, one))
+    return tuple(found)
+
+
+def cases_by_file(evidence: Evidence, given: Known) -> tuple[tuple[str, Case], ...]:
+    """Every file alone, of kinds of which there are several: texts that tell of a failure, curves, request logs, snapshots."""
+    found = []
+    for parts in (evidence.texts, evidence.curves, evidence.request_logs, evidence.snapshots):
+        cases = [(part.name, case_of(Evidence(parts=(part,)), given)) for part in parts if len(parts) > 1]
+        cases = [(name, case) for name, case in cases if not case.text or case.oom or case.failures]
+        found += cases if len(cases) > 1 else []
+    return tuple(found)
 
 
 def _log(text: str, stats: Sequence[Stats]) -> EngineLog | None:

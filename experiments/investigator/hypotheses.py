@@ -19,6 +19,8 @@ _USUAL_ROWS = (256, 1024)
 """Defaults of max_num_seqs, by GPU."""
 _USUAL_TOKENS = (2048, 8192, 16384)
 """Defaults of max_num_batched_tokens and of SGLang's chunk."""
+_NAMED_SIZE = 0.06
+"""A model called 32B has 31 to 34 billion parameters."""
 _USUAL_HEADS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
 
 
@@ -57,10 +59,18 @@ def hypotheses(known: Known, phase: Phase) -> Iterator[Hypothesis]:
             yield from _weights(shape, known, assumed)
 
 
+def of_the_size(known: Known) -> list[ModelShape]:
+    """Models of the catalogue with about as many parameters as the text states; none where it states no number."""
+    stated = known.num_parameters
+    if stated is None:
+        return []
+    return [shape for shape in MODELS.values() if abs(shape.num_parameters - stated) <= _NAMED_SIZE * stated]
+
+
 def _distinct(known: Known) -> Iterator[ModelShape]:
-    """One shape for each pair of vocabulary and width that models of the catalogue have."""
+    """One shape for each pair of vocabulary and width that models of the catalogue have: of the stated size, if there are any."""
     seen = set()
-    for shape in MODELS.values():
+    for shape in of_the_size(known) or MODELS.values():
         key = (shape.vocab_size, shape.hidden_size)
         if key not in seen and shape.vocab_size > 1000 and known.vocab_size in (None, shape.vocab_size):
             seen.add(key)
@@ -87,7 +97,7 @@ def _logits(known: Known, shapes: list[ModelShape], phase: Phase) -> Iterator[Hy
     assumed = known.vocabulary is None
     for vocabulary in sorted(size for size in vocabularies if size):
         for each, what in ((2, "logits in 16 bits"), (4, "logits in float32"), (12, "sampler's sort of the logits")):
-            if each == 12 and (assumed and not phase.is_start_up):
+            if each == 12 and assumed and not phase.is_start_up and not of_the_size(known):
                 continue
             yield Hypothesis(
                 cause=Cause.TRANSIENT_PEAK,

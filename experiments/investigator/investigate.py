@@ -1,8 +1,8 @@
-"""From files to a diagnosis: read everything, let every rule speak, weigh, and say what was ruled out."""
+"""From files to a diagnosis: read everything, put it together, judge it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,52 +11,11 @@ from sim.catalog.gpus import gpu as gpu_named
 from sim.catalog.models import model_shape
 from sim.core.config import ConfigError
 
-from . import (
-    rules_account,
-    rules_budget,
-    rules_curve,
-    rules_message,
-    rules_pool,
-    rules_scheduler,
-    rules_size,
-    rules_text,
-)
-from .case import Candidate, Case, Excluded, Verdict
-from .diagnosis import Cause, Diagnosis, Phase
-from .fixes import fixes_for
-from .gather import Evidence, case_of, read_files
+from .case import Case
+from .diagnosis import Diagnosis
+from .gather import Evidence, Part, case_of, cases_by_file, further_cases, read_files
 from .known import Known
-from .sizes import show
-
-RULES: tuple[Callable[[Case], Iterator[Verdict]], ...] = (
-    rules_message.fragmentation,
-    rules_message.snapshot_state,
-    rules_message.private_pools,
-    rules_message.outside_torch,
-    rules_message.other_process,
-    rules_size.transient,
-    rules_size.weights,
-    rules_pool.kv_pool,
-    rules_size.graphs,
-    rules_size.communication,
-    rules_pool.released,
-    rules_text.failure_texts,
-    rules_text.fixed_size,
-    rules_account.account,
-    rules_account.ordered_pool,
-    rules_scheduler.scheduler_lines,
-    rules_scheduler.request_log,
-    rules_curve.curve_rules,
-    rules_budget.budget,
-)
-"""In the order of thought; of equal scores the earlier rule is believed."""
-
-LEAST_SCORE = 0.25
-"""Below this nothing is claimed."""
-_RECORD_MORE = (
-    "the whole out-of-memory message: tried, total, free, in use, allocated, unallocated",
-    "the log from start-up to the failure, with its traceback",
-)
+from .weigh import judge
 
 
 def diagnose(
@@ -66,47 +25,49 @@ def diagnose(
     gpu: str | None = None,
     snapshot: Any = None,
     read_snapshot: Callable[[Path], Any] | None = None,
+    what_if: Sequence[str] = (),
     **settings: Any,
 ) -> Diagnosis:
     """The diagnosis of one failure from the files it left: messages, logs, memory curves, request logs, together.
 
     `model` and `gpu` are names of the catalogue, or a `config.json`; a model it does not have only costs precision. `settings`
     are fields of `Known` (`tensor_parallel_size`, `gpu_memory_utilization`, `max_num_seqs`, ...). `snapshot` is a memory snapshot
-    that was read elsewhere; `read_snapshot` reads one from a path, and is what pickles among `paths` are given to.
+    that was read elsewhere; `read_snapshot` reads one from a path, and is what pickles among `paths` are given to. `what_if` are
+    allocator settings under which the history of a snapshot is replayed, beside its own.
 
     Raises:
         DiagnoseError: no files, or one that cannot be used, or an unknown GPU or setting; the message says what would be right.
     """
-    return judge(*gathered(paths, model=model, gpu=gpu, snapshot=snapshot, read_snapshot=read_snapshot, **settings))
-
-
-def gathered(
-    paths: Sequence[str | Path],
-    *,
-    model: str | None = None,
-    gpu: str | None = None,
-    snapshot: Any = None,
-    read_snapshot: Callable[[Path], Any] | None = None,
-    **settings: Any,
-) -> tuple[Case, tuple[str, ...]]:
-    """What the files and the user say, put together, and notes for the reader. Arguments and errors are those of `diagnose`."""
-    evidence = read_files(paths, read_snapshot)
-    given, notes = given_known(model, gpu, settings)
-    return case_of(evidence, given, snapshot), (*evidence.notes, *notes)
+    return investigate(
+        read_files(paths, read_snapshot, what_if=what_if), model=model, gpu=gpu, snapshot=snapshot, **settings
+    )[1]
 
 
 def diagnose_text(
     text: str, *, model: str | None = None, gpu: str | None = None, snapshot: Any = None, **settings: Any
 ) -> Diagnosis:
     """The same for a text at hand, such as a message pasted from a log."""
-    return _diagnose(Evidence(texts=(text,)), model, gpu, snapshot, settings)
+    evidence = Evidence(parts=(Part(name="text", text=text),))
+    return investigate(evidence, model=model, gpu=gpu, snapshot=snapshot, **settings)[1]
 
 
-def _diagnose(
-    evidence: Evidence, model: str | None, gpu: str | None, snapshot: Any, settings: dict[str, Any]
-) -> Diagnosis:
+def investigate(
+    evidence: Evidence,
+    *,
+    model: str | None = None,
+    gpu: str | None = None,
+    snapshot: Any = None,
+    **settings: Any,
+) -> tuple[Case, Diagnosis]:
+    """The case that `evidence` makes, and its diagnosis. Arguments and errors are those of `diagnose`."""
     given, notes = given_known(model, gpu, settings)
-    return judge(case_of(evidence, given, snapshot), (*evidence.notes, *notes))
+    case = case_of(evidence, given, snapshot)
+    return case, judge(
+        case,
+        (*evidence.notes, *notes),
+        further=further_cases(evidence, case),
+        by_file=cases_by_file(evidence, given),
+    )
 
 
 def given_known(model: str | None, gpu: str | None, settings: dict[str, Any]) -> tuple[Known, tuple[str, ...]]:
@@ -129,136 +90,3 @@ def given_known(model: str | None, gpu: str | None, settings: dict[str, Any]) ->
             known = replace(known, model_name=model)
             notes = (f"{error} Without its shape sizes are matched less surely.",)
     return known, notes
-
-
-def judge(case: Case, notes: Sequence[str] = ()) -> Diagnosis:
-    """Weigh all verdicts on `case`."""
-    verdicts = [verdict for rule in RULES for verdict in rule(case)]
-    candidates = sorted((v for v in verdicts if isinstance(v, Candidate)), key=lambda v: -v.score)
-    excluded = [v for v in verdicts if isinstance(v, Excluded)]
-    if not candidates or candidates[0].score < LEAST_SCORE:
-        return _cannot_tell(case, candidates, excluded, notes)
-    best = candidates[0]
-    rivals = [other for other in candidates[1:] if other.cause is not best.cause]
-    phase, phase_sentences = _phase(case, candidates)
-    evidence = [*_facts(case), *best.evidence, *phase_sentences]
-    for other in candidates[1:]:
-        if other.cause is best.cause:
-            evidence += [sentence for sentence in other.evidence if other.score >= 0.6]
-    return Diagnosis(
-        phase=phase,
-        cause=best.cause,
-        detail=best.detail,
-        confidence=_confidence(best, rivals),
-        evidence=tuple(dict.fromkeys(evidence)),
-        ruled_out=_ruled_out(best, rivals, excluded),
-        fixes=fixes_for(case, best),
-        next_to_record=_record(case, best, rivals),
-        notes=tuple(notes),
-    )
-
-
-def _confidence(best: Candidate, rivals: Sequence[Candidate]) -> float:
-    """The best score, less where another explanation is nearly as good."""
-    rival = rivals[0].score if rivals else 0.0
-    return best.score if rival < 0.6 * best.score else best.score * (1.0 - 0.3 * rival / best.score)
-
-
-def _phase(case: Case, candidates: Sequence[Candidate]) -> tuple[Phase, tuple[str, ...]]:
-    """What the text says, made finer by the cause; where it says nothing, what the best explanations with a phase suggest."""
-    best = candidates[0]
-    said = (case.mark.sentence,) if case.mark is not None and case.mark.phase is case.phase else ()
-    if case.phase is Phase.UNKNOWN:
-        telling = next((c for c in candidates if c.phase is not Phase.UNKNOWN and (c is best or c.score >= 0.4)), None)
-        if telling is None:
-            return Phase.UNKNOWN, ()
-        return telling.phase, (
-            f"phase {telling.phase}: nothing in the text says; a guess from the figures",
-            *telling.evidence[:1],
-        )
-    finer = case.phase in (Phase.SERVING, Phase.START_UP) and best.phase.is_start_up == case.phase.is_start_up
-    if finer and best.phase is not Phase.UNKNOWN and best.phase is not case.phase:
-        return best.phase, (*said, f"phase {best.phase}: by the cause")
-    return case.phase, said
-
-
-def _facts(case: Case) -> list[str]:
-    """The figures that every reader wants to see first."""
-    facts = []
-    oom = case.oom
-    if oom is not None:
-        where = (
-            f"{oom.device} out-of-memory message, line {oom.line}"
-            if oom.line
-            else "the failure in the snapshot's history"
-        )
-        parts = (
-            ("tried", oom.tried),
-            ("total", oom.total),
-            ("free", oom.free),
-            ("in use", oom.in_use),
-            ("allocated", oom.allocated),
-            ("private pools", oom.private_pools),
-            ("unallocated", oom.unallocated),
-        )
-        facts.append(f"{where}: " + ", ".join(f"{name} {size}" for name, size in parts if size))
-        if case.num_messages > 1:
-            facts.append(f"{case.num_messages} such messages; the first is judged, later ones usually follow from it")
-    if case.log is not None and case.log.sentence:
-        facts.append(case.log.sentence)
-    return facts
-
-
-def _ruled_out(best: Candidate, rivals: Sequence[Candidate], excluded: Sequence[Excluded]) -> tuple[str, ...]:
-    out = [f"{verdict.cause}: {verdict.why}" for verdict in excluded if verdict.cause is not best.cause]
-    seen = {best.cause}
-    for rival in rivals:
-        if rival.cause not in seen:
-            seen.add(rival.cause)
-            why = rival.evidence[-1] if rival.evidence else ""
-            out.append(f"{rival.cause}: less likely ({rival.score:.2f}); {why}")
-    return tuple(dict.fromkeys(out))
-
-
-def _record(case: Case, best: Candidate, rivals: Sequence[Candidate]) -> tuple[str, ...]:
-    close = [rival for rival in rivals if rival.score >= 0.6 * best.score]
-    wanted = [*best.record, *(text for rival in close for text in rival.record)]
-    if _confidence(best, rivals) < 0.7 and case.mark is None and case.curve is None:
-        wanted.append("the log before the failure and its traceback: they name the phase")
-    if case.oom is not None and case.known.shape is None:
-        wanted.append("the model's config.json (--model): with its shape the size names the tensor")
-    if not wanted and _confidence(best, rivals) < 0.6:
-        wanted += _RECORD_MORE
-    return tuple(dict.fromkeys(wanted))
-
-
-def _cannot_tell(
-    case: Case, candidates: Sequence[Candidate], excluded: Sequence[Excluded], notes: Sequence[str]
-) -> Diagnosis:
-    facts = _facts(case)
-    for failure in case.failures:
-        facts.append(f"line {failure.line}: “{failure.text}”: {failure.kind.meaning}")
-    if case.curve is not None and case.curve_facts is not None and case.curve_facts.line is not None:
-        line = case.curve_facts.line
-        facts.append(
-            f"memory = {show(line.base)} + {line.per_unit:,.0f} B a {line.unit} (R² {line.r2:.3f}); nothing in the "
-            f"curve is out of the ordinary"
-        )
-    if not facts:
-        facts.append(
-            "memory is said to have run out, but there are no figures"
-            if case.speaks_of_oom
-            else "there is no memory failure in this that kvtwin knows"
-        )
-    if case.mark is not None:
-        facts.append(case.mark.sentence)
-    ruled_out = [f"{verdict.cause}: {verdict.why}" for verdict in excluded]
-    return Diagnosis(
-        phase=case.phase,
-        cause=Cause.UNKNOWN,
-        confidence=0.0,
-        evidence=tuple(facts),
-        ruled_out=tuple(dict.fromkeys(ruled_out)),
-        next_to_record=_RECORD_MORE,
-        notes=tuple(notes),
-    )

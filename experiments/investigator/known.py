@@ -48,6 +48,10 @@ class Known:
     """A draft model, or speculative decoding, is configured."""
     lora: bool = False
     """LoRA adapters are configured."""
+    num_parameters: float | None = None
+    """Parameters that the model's name or the text states, as in `32B`; None where the shape is known or nothing says."""
+    works_at_utilization: float | None = None
+    """A share of the GPU with which, by the text, it works."""
     weight_bytes: float | None = None
     """Weights of one rank: from the shape, or from the parameter count in the model's name."""
     weight_basis: str = ""
@@ -120,6 +124,11 @@ _PROMPT = re.compile(
     r"|~?(\d[\d,]*(?:\.\d+)?)\s?(k)?[ -]tokens?(?:[ -](?:prompts?|inputs?|contexts?))",
     re.IGNORECASE,
 )
+_WORKS_AT = re.compile(
+    r"\b(0\.\d+)\s+(?:still\s+)?(?:works|boots|starts|runs|is (?:fine|ok)|serves)\b|"
+    r"(?:works|boots|starts|runs|fine|ok|serves)(?:\s+\w+){0,2}\s+(?:at|with)\s+(0\.\d+)\b",
+    re.IGNORECASE,
+)
 _SPECULATIVE = re.compile(
     r"speculative[_-]config(?!\s*=\s*None)|speculative[_-]model|num_speculative_tokens|draft[_ ](?:model|worker)|"
     r"spec_decode|speculative decoding",
@@ -129,7 +138,10 @@ _LORA = re.compile(r"enable[_-]lora\b(?!\s*=\s*False)|lora adapters?|max_loras|l
 _VERSION = re.compile(
     r"vLLM(?: API server| engine \(v)?(?: version)?\s+\(?v?(\d+\.\d+(?:\.\d+)?)|\bv(0\.\d+\.\d+)\b", re.IGNORECASE
 )
-_ENGINE = re.compile(r"\b(vllm|sglang|tgi|text-generation|trt-?llm|tensorrt|lmdeploy)", re.IGNORECASE)
+_ENGINE = re.compile(
+    r"\b(vllm|sglang|tgi|text-generation|trt-?llm|tensorrt|lmdeploy)|\bmax[_ -]batch[_ -](?:total|prefill)[_ -]tokens",
+    re.IGNORECASE,
+)
 _PARAMETERS = re.compile(
     r"(?<![\d.])(\d{1,3}(?:\.\d+)?)(B|M)(?![a-z])(?![- ]?(?:tokens|blocks|context))", re.IGNORECASE
 )
@@ -147,14 +159,15 @@ def read_known(text: str) -> Known:
         int(float((match[1] or match[3]).replace(",", "")) * (1000 if match[2] or match[4] else 1))
         for match in _PROMPT.finditer(text)
     ]
-    version, engine = _VERSION.search(text), _ENGINE.search(text)
+    version, engine, works = _VERSION.search(text), _ENGINE.search(text), _WORKS_AT.search(text)
     return Known(
         **values,
         shape=_shape_in(text),
         gpu=_gpu_in(text),
-        engine=engine[1].lower() if engine else None,
+        engine=(engine[1] or "tgi").lower() if engine else None,
         engine_version=(version[1] or version[2]) if version else None,
         prompt_tokens=tuple(dict.fromkeys(length for length in prompts if length >= 16)),
+        works_at_utilization=float(works[1] or works[2]) if works else None,
         speculative=bool(_SPECULATIVE.search(text)),
         lora=bool(_LORA.search(text)),
     )
@@ -183,7 +196,7 @@ def with_weights(known: Known, text: str) -> Known:
     count = float(named[1]) * (1e9 if named[2].upper() == "B" else 1e6)
     size = count * (stored or 2.0) / known.tp
     basis = f"{named[0]} parameters in the name x {stored or 2:g} B / TP {known.tp}"
-    return replace(known, weight_bytes=size, weight_basis=basis)
+    return replace(known, weight_bytes=size, weight_basis=basis, num_parameters=count)
 
 
 def fits_message(gpu: Gpu | None, total_bytes: float | None) -> Gpu | None:

@@ -203,9 +203,10 @@ def _own(processes: list[tuple[str, Size]], allocated: Size | None, unallocated:
     """Which of the listed processes is the one that failed, where the message does not say: it holds at least what PyTorch does.
 
     In a container the process does not know its own id, and is listed like the others. It is the one with the least to spare.
+    Where the message is cut off before its own figures, a process that is listed alone is the one that failed.
     """
     if allocated is None:
-        return None
+        return processes[0][1] if len(processes) == 1 else None
     held = allocated.low + (unallocated.low if unallocated else 0.0)
     able = [size for _, size in processes if size.high >= held]
     return min(able, key=lambda size: size.bytes, default=None)

@@ -39,7 +39,8 @@ _FUNCTIONS: tuple[tuple[Phase, str], ...] = (
     (
         Phase.LOADING,
         r"\bload_model\b|\bload_weights\b|\bcreate_weights\b|\bweight_loader\b|\bprocess_weights_after_loading\b|"
-        r"\bfrom_pretrained\b|\binitialize_model\b|\bdefault_loader\b|\b_load_state_dict\w*",
+        r"\bfrom_pretrained\b|\binitialize_model\b|\bdefault_loader\b|\b_load_state_dict\w*|\bmake_layers\b|"
+        r"model_executor/models/\w+\.py __init__\b",
     ),
     (
         Phase.START_UP,
@@ -98,8 +99,8 @@ _LINES: tuple[tuple[Phase, str], ...] = (
         r"Application startup complete|Uvicorn running|Started server process|The server is fired up|Running: \d+ "
         r"reqs|Avg prompt throughput|POST /(?:v1|generate)|Added request|Received request",
     ),
-    (Phase.PREFILL, r"Prefill batch[.,]|Method Prefill encountered|\bin prefill\b.*error"),
-    (Phase.DECODE, r"Decode batch[.,]|Method Decode encountered"),
+    (Phase.PREFILL, r"Prefill batch[.,]|Method Prefill encountered|\bin prefill\b.*error|\}:prefill:prefill\{"),
+    (Phase.DECODE, r"Decode batch[.,]|Method Decode encountered|\}:decode:decode\{"),
     (Phase.PROFILING, r"Method Warmup encountered"),
 )
 

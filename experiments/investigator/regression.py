@@ -8,53 +8,21 @@ out before anything is written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from experiments.scenario_text import scenario_text
 from sim.catalog.gpus import GIB
-from sim.core.blocks import DoubleFreeError
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.scenario import Scenario
 
 from .case import Case
-from .diagnosis import Cause, Diagnosis
+from .diagnosis import Cause, Diagnosis, Phase
 from .errors import DiagnoseError
 from .fix_effects import ledger_with
-from .sizes import MIB
+from .regression_parts import KEPT, MARGIN, Regression, base_of, fails, room, smaller_pool
+from .regression_start import capture, start_peak, weights
 
-_MARGIN = 64 * MIB
-"""How much is missing where the evidence does not say."""
-_OUTPUT_TOKENS = 32
-_REQUESTS = 24
-_SPARE = 256 * MIB
-"""What a fix by a smaller pool leaves beyond what was missing, as vLLM's own suggestion does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regression:
-    """The failure and its mending, as scenarios."""
-
-    failing: Scenario
-    """Runs out of memory (or, for KV capacity, preempts)."""
-    fixed: Scenario
-    """The same with the fix; runs through."""
-    fix: str
-    """The fix in words."""
-
-    def write(self, path: Path) -> tuple[Path, Path]:
-        """Write both as TOML, the second beside the first with `.fixed` in its name; returns the paths. Raises OSError."""
-        from sim.results.files import write_text
-
-        fixed = path.with_name(f"{path.stem}.fixed{path.suffix or '.toml'}")
-        said = (("It fails. The fix: ", self.failing, path), ("It runs through, with the fix: ", self.fixed, fixed))
-        for words, scenario, target in said:
-            comments = ["A regression scenario, made by kvtwin diagnose.", f"{words}{self.fix}."]
-            tables = scenario.resolved()
-            write_text(target, scenario_text({name: tables[name] for name in tables if name != "slo"}, comments))
-        return path, fixed
+Maker = Callable[[Case, Scenario, Phase], Regression]
+"""Makes the scenarios of one cause from the evidence, the engine of the evidence, which starts, and the phase."""
 
 
 def regression(case: Case, diagnosis: Diagnosis) -> Regression:
@@ -63,19 +31,20 @@ def regression(case: Case, diagnosis: Diagnosis) -> Regression:
     Raises DiagnoseError when model or GPU is not known, when a run of the engine cannot show the cause, or when it does not.
     """
     known = case.known
-    if known.shape is None or known.gpu is None or ledger_with(case) is None:
+    starts = diagnosis.cause is Cause.WEIGHTS or ledger_with(case) is not None
+    if known.shape is None or known.gpu is None or not starts:
         raise DiagnoseError(
             "--scenario-out: the model and the GPU must be known to simulate the failure; give --model and --gpu"
         )
     make = _MAKERS.get(diagnosis.cause)
-    if make is None:
+    if make is None and diagnosis.cause is not Cause.WEIGHTS:
         raise DiagnoseError(
             f"--scenario-out: “{diagnosis.headline}” is nothing that a run of the simulator can show; it shows "
-            f"{', '.join(_MAKERS)}"
+            f"{', '.join([*_MAKERS, Cause.WEIGHTS])}"
         )
     try:
-        base = _base(case)
-        made = make(case, base)
+        # Weights may be why no engine starts; every other failure is one of an engine that does.
+        made = weights(case) if make is None else make(case, base_of(case), diagnosis.phase)
     except ConfigError as error:
         raise DiagnoseError(f"--scenario-out: the engine of the evidence cannot be simulated: {error}") from None
     if not fails(made.failing) or fails(made.fixed):
@@ -86,70 +55,12 @@ def regression(case: Case, diagnosis: Diagnosis) -> Regression:
     return made
 
 
-def fails(scenario: Scenario) -> bool:
-    """Whether the run of a regression scenario fails: out of memory, a failed request, a preemption, a double release."""
-    from sim.simulation import simulate
-
-    try:
-        summary = simulate(scenario).summary
-    except DoubleFreeError:
-        return True
-    return bool(summary["oom_events"] or summary["failed"] or summary["num_preemptions"])
-
-
-def _base(case: Case) -> Scenario:
-    """The engine of the evidence, with its pool, under a load that fills its steps."""
-    known = case.known
-    shape, gpu = known.shape, known.gpu
-    assert shape is not None
-    assert gpu is not None
-    engine: dict[str, Any] = {
-        "tensor_parallel_size": known.tp,
-        "gpu_memory_utilization": known.gpu_memory_utilization,
-        "max_num_seqs": known.max_num_seqs,
-        "max_num_batched_tokens": known.max_num_batched_tokens,
-        "max_model_len": known.max_model_len,
-        "block_size": known.block_size,
-        "kv_cache_dtype": known.kv_cache_dtype,
-        "num_gpu_blocks_override": known.num_gpu_blocks,
-    }
-    given = {key: value for key, value in engine.items() if value is not None}
-    length = max((tokens for tokens in known.prompt_tokens), default=1024)
-    workload = {
-        "workload": "uniform",
-        "input_tokens": max(1, min(length, (known.max_model_len or length + _OUTPUT_TOKENS) - _OUTPUT_TOKENS)),
-        "output_tokens": _OUTPUT_TOKENS,
-        "num_requests": _REQUESTS,
-        "rate": 100.0,
-    }
-    scenario = Scenario(model=shape.name, gpu=gpu.name, engine=given, workload=workload)
-    from sim.resolve import resolve
-
-    # The pool is pinned: a fix that lowers a limit must not be eaten up by a larger pool.
-    return scenario.with_(num_gpu_blocks_override=resolve(scenario).ledger.num_gpu_blocks)
-
-
-def _room(scenario: Scenario, extra: frozenset[str] = frozenset()) -> tuple[int, int, int]:
-    """Bytes that the account leaves for a step, what the first step of the load needs, and the most that any may need."""
-    from sim.resolve import resolve
-    from sim.simulation import device
-
-    resolved = resolve(scenario)
-    memory = device(resolved)
-    budget, length = resolved["engine"]["max_num_batched_tokens"], resolved["workload"]["input_tokens"]
-    seqs = min(resolved["engine"]["max_num_seqs"], _REQUESTS)
-    first = BatchShape(prefill=((min(budget, length), 0),), sampled_seqs=1)
-    widest = BatchShape(prefill=((min(budget, seqs * length), 0),), decode_seqs=seqs, sampled_seqs=seqs)
-    need = memory.steps.need(first, extra=extra).bytes
-    return memory.workspace_bytes, need, memory.steps.need(widest, extra=extra).bytes
-
-
-def _held(kind: str, observed: Callable[[Case], float | None], fix: str) -> Callable[[Case, Scenario], Regression]:
+def _held(kind: str, observed: Callable[[Case], float | None], fix: str) -> Maker:
     """A failure because something holds memory: as much as was seen, or as much as it takes. The fix: nothing holds it."""
 
-    def make(case: Case, base: Scenario) -> Regression:
-        left, need, _ = _room(base)
-        size = max(observed(case) or 0.0, left - need + _MARGIN)
+    def make(case: Case, base: Scenario, phase: Phase) -> Regression:
+        left, need, _ = room(base)
+        size = max(observed(case) or 0.0, left - need + MARGIN)
         fault = {"kind": kind, "gib": size / GIB}
         return Regression(failing=base.with_(faults=[fault]), fixed=base, fix=fix)
 
@@ -170,15 +81,15 @@ def _unallocated(case: Case) -> float | None:
 
 def _tight(base: Scenario, need: int) -> list[dict[str, Any]]:
     """A fault that leaves too little for a step that needs `need` bytes, if the account leaves more."""
-    left, _, _ = _room(base)
-    return [{"kind": "non_torch", "gib": (left - need + _MARGIN) / GIB}] if left >= need else []
+    left, _, _ = room(base)
+    return [{"kind": "non_torch", "gib": (left - need + MARGIN) / GIB}] if left >= need else []
 
 
-def _extra_work(kind: str, extra: str, fix: str) -> Callable[[Case, Scenario], Regression]:
+def _extra_work(kind: str, extra: str, fix: str) -> Maker:
     """A failure because steps do work that nobody profiled; the fix: they do not."""
 
-    def make(case: Case, base: Scenario) -> Regression:
-        _, need, _ = _room(base, frozenset({extra}))
+    def make(case: Case, base: Scenario, phase: Phase) -> Regression:
+        _, need, _ = room(base, frozenset({extra}))
         faults = _tight(base, need)
         work = {"kind": kind}
         return Regression(failing=base.with_(faults=[work, *faults]), fixed=base.with_(faults=faults), fix=fix)
@@ -186,33 +97,20 @@ def _extra_work(kind: str, extra: str, fix: str) -> Callable[[Case, Scenario], R
     return make
 
 
-def _peak(case: Case, base: Scenario) -> Regression:
+def _peak(case: Case, base: Scenario, phase: Phase) -> Regression:
     """A failure because the ordinary tensors of a step do not fit; the fix: a pool that leaves them room."""
     if case.says("prompt_?logprobs"):
         return _extra_work(
             "prompt_logprobs", "prompt_logprobs", "refuse prompt_logprobs, or lower --max-num-batched-tokens"
-        )(case, base)
-    left, first, widest = _room(base)
+        )(case, base, phase)
+    if phase in (Phase.PROFILING, Phase.SAMPLER_WARM_UP):
+        return start_peak(case, base, phase)
+    left, first, widest = room(base)
     faults = _tight(base, first)
-    return _smaller_pool(base, faults, widest - (first - _MARGIN if faults else left))
+    return smaller_pool(base, faults, widest - (first - MARGIN if faults else left))
 
 
-def _smaller_pool(base: Scenario, faults: list[dict[str, Any]], missing: int) -> Regression:
-    from sim.resolve import resolve
-
-    resolved = resolve(base)
-    ledger = resolved.ledger
-    fewer = -(-(missing + _SPARE) // ledger.block_bytes)
-    blocks = ledger.num_gpu_blocks - fewer
-    fix = f"a KV pool of {blocks} instead of {ledger.num_gpu_blocks} blocks, by --gpu-memory-utilization or --num-gpu-blocks-override"
-    return Regression(
-        failing=base.with_(faults=faults or None),
-        fixed=base.with_(faults=faults or None, num_gpu_blocks_override=blocks),
-        fix=fix,
-    )
-
-
-def _kv(case: Case, base: Scenario) -> Regression:
+def _kv(case: Case, base: Scenario, phase: Phase) -> Regression:
     """More load than the pool holds; the fix: fewer requests at a time, as few as it takes."""
     from sim.resolve import resolve
 
@@ -233,12 +131,32 @@ def _kv(case: Case, base: Scenario) -> Regression:
     return Regression(failing=crowded, fixed=crowded, fix="")
 
 
-def _double_release(case: Case, base: Scenario) -> Regression:
+def _double_release(case: Case, base: Scenario, phase: Phase) -> Regression:
     fault = {"kind": "double_release"}
     return Regression(failing=base.with_(faults=[fault]), fixed=base, fix="release once")
 
 
-_MAKERS: dict[Cause, Callable[[Case, Scenario], Regression]] = {
+_captured_later = _held(
+    "cuda_graphs",
+    lambda case: case.oom.private_pools.bytes if case.oom and case.oom.private_pools else None,
+    "no graphs beyond the account: --max-cudagraph-capture-size, or --enforce-eager",
+)
+
+
+def _graphs(case: Case, base: Scenario, phase: Phase) -> Regression:
+    return capture(case, base) if phase is Phase.GRAPH_CAPTURE else _captured_later(case, base, phase)
+
+
+def _cached(case: Case, base: Scenario, phase: Phase) -> Regression:
+    """Memory that the allocator keeps while nothing needs it: as much as was seen; the fix gives it back."""
+    facts = case.curve_facts
+    kept = facts.unallocated_last if facts is not None else case.snapshot.inactive if case.snapshot else None
+    fault = {"kind": "cached", "gib": max(kept or 0.0, 2 * KEPT) / GIB}
+    fix = "torch.cuda.empty_cache() when idle, or PYTORCH_ALLOC_CONF=expandable_segments:True"
+    return Regression(failing=base.with_(faults=[fault]), fixed=base, fix=fix)
+
+
+_MAKERS: dict[Cause, Maker] = {
     Cause.OTHER_PROCESS: _held(
         "other_process",
         lambda case: sum(size.bytes for _, size in case.oom.others) if case.oom else None,
@@ -248,11 +166,8 @@ _MAKERS: dict[Cause, Callable[[Case, Scenario], Regression]] = {
     Cause.LEAK: _held("leak", lambda case: None, "release on every path"),
     Cause.FRAGMENTATION: _held("fragmentation", _unallocated, "PYTORCH_ALLOC_CONF=expandable_segments:True"),
     Cause.PENDING_FREES: _held("pending_frees", _unallocated, "synchronise before the allocation"),
-    Cause.CUDA_GRAPHS: _held(
-        "cuda_graphs",
-        lambda case: case.oom.private_pools.bytes if case.oom and case.oom.private_pools else None,
-        "no graphs beyond the account: --max-cudagraph-capture-size, or --enforce-eager",
-    ),
+    Cause.CUDA_GRAPHS: _graphs,
+    Cause.RESERVED_ONLY: _cached,
     Cause.KERNEL_FALLBACK: _extra_work(
         "kernel_fallback", "plain_attention", "an attention backend that does not write out the scores"
     ),

@@ -29,6 +29,10 @@ def render(diagnosis: Diagnosis) -> RenderableType:
         parts += _list(title, sentences)
     if diagnosis.fixes:
         parts += [Text("\nFixes", style="bold"), _fixes(diagnosis.fixes)]
+    parts += _list("By file, each alone", tuple(
+        f"{one.file}: {one.phase}, {one.cause}" + (f" ({one.confidence:.0%})" if one.confidence else "")
+        for one in diagnosis.by_file
+    ))  # fmt: skip
     parts += _list("Record next", diagnosis.next_to_record)
     parts += _list("Notes", diagnosis.notes)
     return Group(*parts)

@@ -74,12 +74,39 @@ def budget(case: Case) -> Iterator[Verdict]:
                 f"speculative decoding is on, and {in_use} in use are {show(over)} above {share} of the GPU: the "
                 f"draft model was not in the account"
             )
-    yield Candidate(cause=Cause.BUDGET, score=score, detail=detail, evidence=tuple(evidence), phase=_when_full(case))
+    phase, why = _when_full(case)
+    yield Candidate(
+        cause=Cause.BUDGET, score=score, detail=detail, evidence=tuple(evidence), phase=phase, phase_why=why
+    )
 
 
-def _when_full(case: Case) -> Phase:
+def works_below(case: Case) -> Iterator[Verdict]:
+    """A slightly smaller share works: then it fails at every start, by what is allocated when the pool has its share already.
+
+    That are the CUDA graphs. Whether a step of serving fails depends on its requests, and nobody could say that a share works.
+    """
+    known, missing, total = case.known, case.shortage_bytes, case.total_bytes
+    now, works = known.gpu_memory_utilization, known.works_at_utilization
+    if missing is None or total is None or now is None or works is None or not 0 < now - works <= 0.1:
+        return
+    between = (now - works) * total
+    if missing <= 0 or missing > between or case.phase not in (Phase.UNKNOWN, Phase.START_UP, Phase.GRAPH_CAPTURE):
+        return
+    if case.says(r"enforce[_-]eager(?:\s*=\s*|\s+)?(?:true|on|1)?\b(?! *= *False)"):
+        return
+    sentence = (
+        f"{works:g} works and {now:g} does not: the {show(missing)} that were missing are less than the {show(between)} between "
+        "them, at every start; CUDA graphs are captured when the pool has taken its share, and were estimated too small"
+    )
+    yield Candidate(cause=Cause.CUDA_GRAPHS, score=0.55, evidence=(sentence,), phase=Phase.GRAPH_CAPTURE)
+
+
+def _when_full(case: Case) -> tuple[Phase, str]:
     """With at least three quarters of the GPU in tensors the KV pool is there: the engine was up. A guess, and said to be one."""
     oom, total = case.oom, case.total_bytes
-    if oom is None or oom.allocated is None or total is None:
-        return Phase.UNKNOWN
-    return Phase.SERVING if oom.allocated.bytes >= 0.75 * total else Phase.UNKNOWN
+    if oom is None or oom.allocated is None or total is None or oom.allocated.bytes < 0.75 * total:
+        return Phase.UNKNOWN, ""
+    return Phase.PREFILL, (
+        f"{oom.allocated} of {show(total)} in tensors: the pool is there and the engine was up; of its steps a prefill "
+        "needs most beside what start-up made"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .case import Candidate, Case, Excluded, Verdict
 from .curve import Curve
 from .curve_facts import CurveFacts, Line
+from .curve_fit import beams_of, fit_dimensions
 from .diagnosis import Cause, Phase
 from .sizes import GIB, MIB, show
 
@@ -38,7 +39,7 @@ def curve_rules(case: Case) -> Iterator[Verdict]:
     if curve is None or facts is None:
         return
     yield from _base_line(curve, facts)
-    yield from _slope(case, facts)
+    yield from _beams(curve) if beams_of(curve) is not None else _slope(case, facts)
     yield from _lag(facts)
     yield from _allocator(curve, facts)
     yield from _full(case, curve, facts)
@@ -112,6 +113,29 @@ def _slope(case: Case, facts: CurveFacts) -> Iterator[Verdict]:
     elif ratio >= 0.9:
         for cause in (Cause.KV_DUPLICATION, Cause.BLOCK_USE):
             yield Excluded(cause=cause, why=shown)
+
+
+def _beams(curve: Curve) -> Iterator[Verdict]:
+    """Whether the beams of a request share the keys and values that they have in common, or keep a copy each."""
+    fit = next(iter(fit_dimensions(curve)), None)
+    token = fit.per_unit("tokens") if fit is not None else None
+    if fit is None or token is None or token <= 0:
+        return
+    copied = (fit.per_unit("tokens of further beams") or 0.0) / token
+    if copied >= 0.5:
+        sentence = f"each beam beyond the first holds {copied:.0%} of the KV of its request again"
+        yield Candidate(
+            cause=Cause.KV_DUPLICATION,
+            score=0.85,
+            detail="a copy for each beam",
+            evidence=(fit.sentence, sentence),
+            phase=Phase.DECODE,
+        )
+    else:
+        yield Excluded(
+            cause=Cause.KV_DUPLICATION,
+            why=f"{fit.sentence}: a further beam holds {copied:.0%} of its request's KV again",
+        )
 
 
 def _per_sequence(line: Line) -> str:

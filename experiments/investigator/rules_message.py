@@ -81,6 +81,25 @@ def _by_snapshot(tried: float, pending: int, largest: int) -> Iterator[Verdict]:
         yield Excluded(cause=Cause.PENDING_FREES, why=f"only {show(pending)} wait for another stream")
 
 
+def by_replay(case: Case) -> Iterator[Verdict]:
+    """The snapshot's own history under other settings of the allocator: had one of them room, memory was there, in pieces."""
+    runs = case.allocator
+    if runs is None or runs.tried_bytes is None or case.snapshot is None or case.snapshot.pending >= runs.tried_bytes:
+        return
+    if runs.retry_fits:
+        sentence = f"replayed: searched again when frees that waited were done, the pool has room for the {show(runs.tried_bytes)}"
+        yield Candidate(cause=Cause.PENDING_FREES, score=0.9, evidence=(sentence,), phase=Phase.SERVING)
+        return
+    helpful = runs.helpful()
+    if not helpful:
+        tried = ", ".join(conf for conf, _ in runs.others)
+        why = f"replayed: under none of {tried} has the {show(runs.tried_bytes)} room"
+        yield Excluded(cause=Cause.FRAGMENTATION, why=why)
+        return
+    sentence = f"replayed: under {helpful[0][0]} the same program has room for the {show(runs.tried_bytes)}: memory was there, in pieces"
+    yield Candidate(cause=Cause.FRAGMENTATION, score=0.88, evidence=(sentence,), phase=Phase.SERVING)
+
+
 def snapshot_state(case: Case) -> Iterator[Verdict]:
     """A snapshot without a failure: who holds the memory at that moment."""
     facts = case.snapshot

@@ -60,6 +60,39 @@ def scheduler_lines(case: Case) -> Iterator[Verdict]:
         )
 
 
+def held_beyond_need(case: Case) -> Iterator[Verdict]:
+    """The pool's use by the scheduler's lines, against what the requests of the log can need."""
+    log, requests, known = case.log, case.requests, case.known
+    if log is None or requests is None or not requests.largest_use:
+        return
+    pool = log.account.get("kv_tokens") or (known.num_gpu_blocks or 0) * (known.block_size or 16)
+    lines = [line for line in log.stats if line.running > 0 and line.usage > 0]
+    if not pool or len(lines) < 5:
+        return
+    each = sum(line.usage * pool for line in lines) / sum(line.running for line in lines)
+    ratio = each / requests.largest_use
+    shown = (
+        f"{len(lines)} scheduler lines: {each:,.0f} tokens of the pool a running request; the longest request has "
+        f"{requests.largest_use:,} tokens in all"
+    )
+    whole = round(ratio)
+    if ratio <= 1.3:
+        for cause in (Cause.KV_DUPLICATION, Cause.LATE_RELEASE):
+            yield Excluded(cause=cause, why=shown)
+    elif whole >= 2 and abs(ratio - whole) <= 0.1 * whole:
+        detail = f"{whole} copies"
+        yield Candidate(
+            cause=Cause.KV_DUPLICATION, score=0.6, detail=detail, evidence=(shown,), phase=Phase.DECODE, record=_OWNERS
+        )
+    else:
+        yield Candidate(
+            cause=Cause.LATE_RELEASE, score=0.6, evidence=(shown,), phase=Phase.AFTER_RELEASE, record=_OWNERS
+        )
+
+
+_OWNERS = ("who owns each block of the pool while requests run: those of requests that ended, and copies",)
+
+
 def request_log(case: Case) -> Iterator[Verdict]:
     """How requests ended, and what was reserved for them against what they used."""
     log, known = case.requests, case.known

@@ -141,23 +141,28 @@ _SPECIAL = {
 }
 
 
+_BUFFER = r"symm(?:etric)?[_ ]?mem\w*|prealloc\w*|workspace|buffer size"
+
+
 def fixed_size(case: Case) -> Iterator[Verdict]:
     """A request of exactly a power of two of GiB is a size that somebody set, not a tensor of a step."""
-    if case.oom is None or case.oom.tried is None or case.phase is Phase.LOADING:
+    oom, total = case.oom, case.total_bytes
+    if oom is None or oom.tried is None or case.phase is Phase.LOADING:
         return
-    gib = case.oom.tried.bytes / GIB
-    if (
-        gib >= 1
-        and gib == int(gib)
-        and (int(gib) & (int(gib) - 1)) == 0
-        and case.says(r"symm(?:etric)?[_ ]?mem\w*|prealloc\w*|workspace|buffer size")
-    ):
-        sign = case.says(r"symm(?:etric)?[_ ]?mem\w*|prealloc\w*|workspace|buffer size")
-        sentence = f"{case.oom.tried} is a configured size (“{sign}”), asked for after the static pool took its share"
-        yield Candidate(
-            cause=Cause.BUDGET,
-            score=0.7,
-            detail="preallocated buffer outside the account",
-            evidence=(sentence,),
-            phase=Phase.START_UP,
-        )
+    gib = oom.tried.bytes / GIB
+    if gib < 1 or gib != int(gib) or int(gib) & (int(gib) - 1):
+        return
+    sign = case.says(_BUFFER)
+    if sign:
+        score, why = 0.7, f"{oom.tried} is a configured size (“{sign}”)"
+    elif total and oom.free and oom.private_pools is None and oom.free.bytes < 0.03 * total:
+        score, why = 0.46, f"{oom.tried}, a round number of GiB, is a size that somebody set rather than a tensor's"
+    else:
+        return
+    yield Candidate(
+        cause=Cause.BUDGET,
+        score=score,
+        detail="preallocated buffer outside the account",
+        evidence=(f"{why}, asked for after the static pool took its share",),
+        phase=Phase.START_UP,
+    )

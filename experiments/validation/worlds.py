@@ -20,6 +20,7 @@ from sim.world.run import run_world
 from .scenarios import SmallScenario
 
 if TYPE_CHECKING:
+    from gpu.readings import StepReading
     from sim.core.engine import EngineCore
 
 PresetOf = Callable[[EngineConfig], tuple[EngineConfig, Policy]]
@@ -63,10 +64,11 @@ def run_for_real(
     device: str = "cpu",
     checked: bool = True,
     wrap: Callable[[Any], Executor] | None = None,
+    on_step: Callable[[StepReading], None] | None = None,
     **settings: Any,
 ) -> Recorded:
-    """Run a scenario on a device. `wrap` gets the executor and returns what is used in its place (to plant a fault);
-    `settings` are those of `RealSettings`.
+    """Run a scenario on a device. `wrap` gets the executor and returns what is used in its place (to plant a fault); `on_step`
+    gets a reading a step; `settings` are those of `RealSettings`.
 
     Raises what the device's checks raise.
     """
@@ -76,6 +78,7 @@ def run_for_real(
     engine = RealEngine(
         RealSettings(shape=scenario.shape, device=device, seed=scenario.seed, checked=checked, **settings),
         scenario.requests,
+        on_step=on_step,
     )
     cores: list[EngineCore] = []
     recorders: list[RecordingExecutor] = []

@@ -147,7 +147,10 @@ def query_tile(head_dim: int, group: int, element_bytes: int, dtype: Any) -> tup
     if dtype is torch.float32:
         return max(16, next_power_of_2(group)), kv_tile(head_dim, element_bytes), 4
     rows = 128 if head_dim <= 128 else 64
-    return max(rows, next_power_of_2(group)), 64 if head_dim <= 64 else 32, 8
+    positions = 64 if head_dim <= 64 else 32
+    if element_bytes == 1 and head_dim > 128:
+        positions = 16  # numbers of 8 bits are widened in registers, on sm_80 by integer arithmetic
+    return max(rows, next_power_of_2(group)), positions, 8
 
 
 def prefill_attention_launch(call: PrefillCall) -> Launch | None:

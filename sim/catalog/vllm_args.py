@@ -106,7 +106,13 @@ _VALUED: dict[str, Callable[[str], Setting]] = {
     "--watermark": _watermark,
     "--seed": _integer(0),
 }
-_SWITCHES = ("--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", "--scheduler-reserve-full-isl")
+_SWITCHES = (
+    "--enable-prefix-caching",
+    "--enable-chunked-prefill",
+    "--enforce-eager",
+    "--scheduler-reserve-full-isl",
+    "--async-scheduling",
+)
 _RENAMED = {"data_parallel_size": "replicas", "scheduler_reserve_full_isl": "reserve_full_prompt"}
 _SHORT = {
     "-tp": "--tensor-parallel-size",
@@ -132,7 +138,7 @@ _IGNORED_WITH_VALUE = (
 )
 _IGNORED_SWITCHES = (
     "-O", "--trust-remote-code", "--disable-log-requests", "--enable-log-requests", "--disable-log-stats",
-    "--enable-auto-tool-choice", "--enable-lora", "--enable-expert-parallel", "--async-scheduling",
+    "--enable-auto-tool-choice", "--enable-lora", "--enable-expert-parallel",
     "--disable-custom-all-reduce", "--enable-sleep-mode", "--skip-tokenizer-init", "--use-v2-block-manager",
     "--enable-reasoning", "--disable-frontend-multiprocessing", "--enable-prompt-tokens-details",
     "--calculate-kv-scales", "--language-model-only", "--disable-sliding-window", "--enable-force-include-usage",

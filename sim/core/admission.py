@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .config import EngineConfig
-from .need import admission_blocks, slots_needed
+from .need import slots_needed
 from .request import Request, RequestSpec
 from .view import EngineView
 
@@ -145,13 +145,7 @@ class CanEverFit(AdmissionBase):
                 ),
             )
         slots = slots_needed(spec.input_tokens, output_tokens)
-        need = admission_blocks(
-            slots,
-            config.block_size,
-            window=config.sliding_window,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
+        need = config.most_blocks(slots)
         if need > config.num_gpu_blocks:
             return Rejection(
                 code="exceeds_kv_pool",

@@ -8,7 +8,7 @@ the clock at which it falls).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from .plan import Durations
@@ -18,8 +18,11 @@ from .request import Request
 class DecodeSet:
     """Members hold exactly the blocks that cover their computed tokens; all advance one token a step."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, slots_per_block: int = 0, slots_per_token: int = 1) -> None:
         self.block_size = block_size
+        self.slots_per_block = slots_per_block or block_size
+        self.slots_per_token = slots_per_token
+        """Slots of a block, and those that a token fills in all attention groups together (`EngineConfig.slots_per_token`)."""
         self.clock = 0
         """Steps in which the set computed since the engine started; the unit of all anchors."""
         self.last_end_fs = 0
@@ -32,6 +35,7 @@ class DecodeSet:
         self._size = 0
         self._anchor_sum = 0
         self._dropped_sum = 0
+        self._emptied_sum = 0
         self.busy_fs = 0
         """Duration of all steps so far."""
         self.clock_fs = 0
@@ -70,9 +74,14 @@ class DecodeSet:
         return self.clock + 1 - self._longest[0][0] if self._longest else 0
 
     @property
-    def computed_tokens(self) -> int:
-        """Sum over members of computed tokens."""
-        return self._anchor_sum + self._size * self.clock - self._dropped_sum
+    def filled_slots(self) -> int:
+        """Sum over members of the slots of their blocks that hold a token."""
+        return self.slots_per_token * (self._anchor_sum + self._size * self.clock) - self._emptied_sum
+
+    @property
+    def fresh(self) -> Iterable[Request]:
+        """Members that joined since the set last computed."""
+        return self._fresh.values()
 
     def join(self, request: Request) -> None:
         """Add a request that has one known token left to compute."""
@@ -88,6 +97,8 @@ class DecodeSet:
         self._size += 1
         self._anchor_sum += request.anchor
         self._dropped_sum += request.dropped_tokens
+        request.emptied_slots = (len(request.table) - request.held_blocks) * self.slots_per_block
+        self._emptied_sum += request.emptied_slots
 
     def leave(self, request: Request) -> None:
         """Remove a member and store its token counts."""
@@ -103,6 +114,7 @@ class DecodeSet:
         self._size -= 1
         self._anchor_sum -= request.anchor
         self._dropped_sum -= request.dropped_tokens
+        self._emptied_sum -= request.emptied_slots
         if len(self._completions) > 64 + 2 * self._size:  # most entries belong to requests that left early
             self._completions = [entry for entry in self._completions if self._is_current(entry)]
             heapify(self._completions)
@@ -116,11 +128,19 @@ class DecodeSet:
         request.finish_clock = self.clock + target_tokens - self.known(request)
         heappush(self._completions, (request.finish_clock, request.order, request))
 
-    def drop(self, request: Request, tokens: int) -> None:
-        """A member's context lost `tokens` more tokens from its middle."""
-        self._settle(request)
+    def drop(self, request: Request, tokens: int, blocks: int) -> None:
+        """A member's context lost `tokens` more tokens from its middle, and its tables `blocks` blocks."""
+        self.empty(request, blocks)
         request.dropped_tokens += tokens
         self._dropped_sum += tokens
+
+    def empty(self, request: Request, blocks: int, elapsed_fs: int = 0) -> None:
+        """A member gave back `blocks` full blocks, `elapsed_fs` after what `passed` has counted."""
+        self._settle(request)
+        slots = blocks * self.slots_per_block
+        request.emptied_slots += slots
+        self._emptied_sum += slots
+        request.token_fs += slots * elapsed_fs  # they held their tokens until now
 
     def passed(self, durations: Durations, total_fs: int, computed: int, failed: bool) -> None:
         """Steps of `total_fs` together were done, in the first `computed` of which every member computed a token; the last may have
@@ -137,8 +157,9 @@ class DecodeSet:
 
     def _settle(self, request: Request) -> None:
         """Count a member's token-time up to now."""
-        tokens = request.anchor - request.dropped_tokens
-        request.token_fs += tokens * (self.busy_fs - request.settled_fs) + self.clock_fs - request.settled_clock_fs
+        slots = self.slots_per_token * request.anchor - request.emptied_slots
+        request.token_fs += slots * (self.busy_fs - request.settled_fs)
+        request.token_fs += self.slots_per_token * (self.clock_fs - request.settled_clock_fs)
         request.settled_fs, request.settled_clock_fs = self.busy_fs, self.clock_fs
 
     def advance(self, steps: int, first_end_fs: int, end_fs: int) -> None:
@@ -153,6 +174,15 @@ class DecodeSet:
         self._fresh.clear()
         self.clock += steps
         self.last_end_fs = end_fs
+
+    def at(self, ahead: int, offset: int) -> dict[int, Request]:
+        """Members, by admission order, that will have computed `offset` tokens and whole blocks in the step `ahead` steps from now."""
+        return self._by_residue[(self.clock + ahead - offset) % self.block_size]
+
+    def steps_at(self, offset: int, stop: int) -> list[int]:
+        """The steps from now, in [1, stop), in which any member is `at` this offset."""
+        size, buckets, now = self.block_size, self._by_residue, self.clock - offset
+        return [step for step in range(1, stop) if buckets[(now + step) % size]]
 
     def needing_block(self, ahead: int = 0) -> list[Request]:
         """Members that need a new block in the step `ahead` steps from now, in running order."""

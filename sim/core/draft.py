@@ -46,13 +46,18 @@ class Draft:
     """`(request_id, (device block, CPU block) pairs)` to save before anything is written."""
     swap_ins: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     """`(request_id, (CPU block, device block) pairs)` to restore before they are read."""
-    waits: bool = False
-    """Whether a running request waits for blocks that are only being saved: nobody may take them before it."""
     unservable: list[tuple[Request, str]] = field(default_factory=list)
     """Requests that outgrew the whole pool, with the reason."""
     turned_away: list[tuple[Request, Rejection]] = field(default_factory=list)
     """Queued requests that the admission policy rejected when their turn came."""
     released: list[tuple[str, list[int]]] = field(default_factory=list)
+    blocks_come: bool = False
+    """Whether a running request was left out because the blocks it lacks come back with the step under way, or when they are saved."""
+
+    @property
+    def short(self) -> bool:
+        """Whether running requests lacked blocks: nobody new may take any."""
+        return bool(self.preempted) or self.blocks_come
 
     @property
     def swapped_blocks(self) -> int:

@@ -7,13 +7,15 @@ The core never sleeps, reads a clock or draws a random number; the same calls gi
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .admission import Rejection
 from .audit import check_books
 from .blocks import BlockPool
 from .config import EngineConfig
 from .draft import Draft, Share
+from .groups import tables_of
+from .lag import Lag, ends_by_length
 from .log import Decisions, DecisionSink
 from .offload import Load, Offload, Save
 from .plan import ScheduledRequest, StepPlan, StepResult
@@ -23,7 +25,6 @@ from .pressure import Pressure
 from .request import Outcome, Request, RequestSpec, State
 from .scheduler import Scheduler
 from .stretch import log_rows, scheduled_in, shape_of, steps_alike
-from .tables import BlockTable, BlockTables
 
 
 class ProgressError(RuntimeError):
@@ -52,8 +53,12 @@ class Committed:
     """`(step index in the stretch, owned blocks from then on)`, from index 0."""
     table_slots: tuple[int, ...]
     """For each entry of `usage`: token slots in all block tables, a shared block counted for each holder."""
+    emptied_slots: tuple[int, ...]
+    """For each entry of `usage`: filled slots that slid out of a window after step 0."""
     written_tokens: int
-    """Tokens in those tables once step 0 is computed; every further step that is computed adds one a decoding sequence."""
+    """Filled slots in those tables once step 0 is computed: with one table a request, the tokens in them."""
+    written_per_step: int
+    """What every further step that is computed adds: for each decoding sequence its new token, in every attention group."""
     first_gap_fs: int | None
     """Time from the end of the decode set's latest step before this plan to the end of its first step in it; None when
     the set did not compute. The gaps of the later steps are their durations."""
@@ -72,7 +77,7 @@ class EngineCore:
         self.config = config
         policy = scheduling_policy(config) if policy is None else policy
         self.pool = BlockPool(config.num_gpu_blocks, eviction=policy.eviction)
-        self.tables = BlockTables(self.pool, config.block_size, config.sliding_window)
+        self.tables = tables_of(self.pool, config)
         self._keys = KeyTable()
         self._admission = policy.admission(config)
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
@@ -80,6 +85,7 @@ class EngineCore:
         self._offload = self._scheduler.offload
         self._passed: list[tuple[int, bool]] = []
         self._copies: tuple[tuple[Save, ...], tuple[Load, ...]] | None = None
+        self._lag = Lag(self._scheduler) if config.async_scheduling else None
         self._requests: dict[str, Request] = {}
         self._next_seq = 0
         self._step = 0
@@ -103,8 +109,9 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Queued requests, swapped ones and those whose prefix is loaded included."""
+        scheduler = self._scheduler
         loading = 0 if self._offload is None else len(self._offload.loading)
-        return len(self._scheduler.waiting) + len(self._scheduler.swapped) + loading
+        return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.num_unseen + loading
 
     @property
     def num_unfinished(self) -> int:
@@ -113,13 +120,17 @@ class EngineCore:
 
     def owned_blocks_in(self, ahead: int) -> int:
         """Blocks owned in step `ahead` of the plan that is out."""
-        later = (self._scheduler.decode.num_needing_block(step) for step in range(1, ahead + 1))
-        return self.pool.num_owned + sum(later)
+        return self.pool.num_owned + self._scheduler.growth.owned_change(ahead)
 
     @property
     def oom_events(self) -> int:
         """Steps that ran out of memory so far."""
         return self._pressure.oom_events
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Tokens computed for requests that had ended, because their step was planned before that was known."""
+        return 0 if self._lag is None else self._lag.discarded_tokens
 
     @property
     def steps(self) -> int:
@@ -184,7 +195,7 @@ class EngineCore:
             self._next_seq,
             now_fs,
             BlockKeys(spec, self.config.block_size, self._keys),
-            BlockTable(spec.request_id),
+            self.tables.new(spec.request_id),
         )
         request.target_tokens = min(request.target_tokens, self.config.max_model_len)
         self._next_seq += 1
@@ -194,8 +205,11 @@ class EngineCore:
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
-        became_head = self._scheduler.waiting.add(request)
-        may_start = became_head and self.num_running < self.config.max_num_seqs
+        if self._lag is not None and self._lag.busy:
+            became_head = self._lag.arrived(request)
+        else:
+            became_head = self._scheduler.waiting.add(request)
+        may_start = became_head and self._scheduler.num_slots_taken < self.config.max_num_seqs
         return Arrived(request, may_start or (became_head and self._pressure.watches_queue), may_start)
 
     def abort(
@@ -209,7 +223,11 @@ class EngineCore:
         if request is None or request.abort_fs is not None:
             return False
         request.outcome, request.reason = outcome, reason
-        if request.state is State.WAITING:
+        lag = self._lag if self._lag is not None and self._lag.busy else None
+        if lag is not None and (request.state is not State.RUNNING or self._plan is None):
+            self._tell(request, outcome, reason, now_fs)
+            lag.ended(request, foreseen=False)
+        elif request.state is State.WAITING:
             self._scheduler.waiting.discard(request)
             self._end(request, outcome, reason, now_fs)
         elif request.state is State.SWAPPED:
@@ -237,7 +255,10 @@ class EngineCore:
             raise RuntimeError(f"step {self._plan.step} is under way; commit it before planning the next")
         if max_repeat is not None and max_repeat < 1:
             raise ValueError(f"max_repeat is {max_repeat}; a plan has at least 1 step")
-        scheduler = self._scheduler
+        scheduler, lag = self._scheduler, self._lag
+        after_pause = lag is not None and not lag.busy
+        if lag is not None:
+            lag.look_back(now_fs)
         completed = None if self._offload is None else self._offload.take_completed()
         moved, relief = self._pressure.climb(now_fs)
         self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
@@ -248,6 +269,10 @@ class EngineCore:
             if draft.shares or (draft.decode and len(scheduler.decode)):
                 break
             if not draft.changed_queue:
+                if lag is not None and lag.busy:
+                    after_pause = True
+                    self._catch_up(lag, now_fs)
+                    continue
                 break
         if self._offload is not None and completed is not None:
             self._begin_copies(self._offload, completed, draft)
@@ -255,14 +280,16 @@ class EngineCore:
             self._assert_progress()
             return None
         room = self._pressure.blocks_until_change()
+        if lag is not None and (after_pause or lag.has_news):
+            room = None
         if room is not None and self._offload is not None:
             room = min(room, self._offload.blocks_until_save())
-        step = self._step
+        step, shape = self._step, shape_of(draft, scheduler, self._decisions)
         plan = StepPlan(
             step=step,
             repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
             start_fs=now_fs,
-            shape=shape_of(draft, scheduler, self._decisions),
+            shape=replace(shape, after_pause=True) if after_pause else shape,
             copies=tuple(self._decisions.copied),
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
@@ -278,6 +305,8 @@ class EngineCore:
             self._log(self._step, now_fs, draft.decode_blocks, self._decisions)
         self._decisions = Decisions()
         self._copies = None
+        for request in lag.planned(now_fs) if lag is not None else ():
+            self._learn(request, now_fs)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now_fs: int) -> Committed:
@@ -291,16 +320,20 @@ class EngineCore:
             raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
         computed = result.steps_computed
-        usage, table_slots = self._leap(plan, result)
         members = len(decode) if draft.decode and computed else 0
-        written = decode.computed_tokens + members
+        written = decode.filled_slots + members * decode.slots_per_token
+        usage, table_slots, emptied = self._leap(plan, result)
         total_fs = result.durations.total_fs
         for order, request in scheduler.catching_up.items():
             share = draft.shares.get(order)
             tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
-            tokens -= (len(request.table) - request.held_blocks) * self.config.block_size  # given back while running
-            request.token_fs += tokens * total_fs
-            written += tokens
+            slots = self._slots_filled(request, tokens)
+            request.token_fs += slots * total_fs
+            written += slots
+        for request in scheduler.departing.values():
+            slots = self._slots_filled(request, request.num_computed_tokens)
+            request.token_fs += slots * total_fs
+            written += slots
         if self._offload is not None:
             written += sum(request.num_computed_tokens for request in self._offload.loading)
         decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
@@ -318,10 +351,18 @@ class EngineCore:
             for fence, done in self._passed:
                 self._offload.pass_fence(fence, now_fs, done=done)
             self._passed = []
+        lag = self._lag if result.oom is None else None
+        if lag is not None:
+            for request in lag.committed(plan.start_fs + result.durations.before_fs(result.steps - 1)):
+                self._discard_share(draft, request)
+                self._learn(request, now_fs)
         for request in self._leaving:
             if request.state is State.LOADING:
                 self._drop_loading(request, now_fs)
                 self._end_left(request, now_fs)
+                continue
+            if lag is not None:
+                self._leave_late(draft, request, members > 0, now_fs)
                 continue
             self._share_done(draft, request)
             got_token = request.decoding and members > 0 and result.oom is None
@@ -331,7 +372,9 @@ class EngineCore:
         self._leaving = []
         self._advance_shares(draft, now_fs)
         finished = {request.order: request for request in decode.completed()}
-        finished |= {r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens}
+        finished |= {
+            r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens and r.ended_fs is None
+        }
         for request_id in result.stopped:
             if (stopped := self._requests.get(request_id)) is None:
                 continue  # its client left during the step: this output comes too late
@@ -340,11 +383,20 @@ class EngineCore:
             finished[stopped.order] = stopped
         for order in sorted(finished):
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
+        if self._lag is not None and result.oom is not None:
+            self._catch_up(self._lag, now_fs)  # what was planned ahead of a step that failed is void
         if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
             victim, reason = hopeless
             self._retire(victim, now_fs)
             self._end(victim, Outcome.FAILED, reason, now_fs)
-        return Committed(result.steps, computed, usage, table_slots, written, first_gap_fs)
+        return Committed(
+            result.steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
+        )
+
+    def _slots_filled(self, request: Request, tokens: int) -> int:
+        """Token slots that `tokens` tokens of a request fill; what it gave back while it ran counts no more."""
+        decode = self._scheduler.decode
+        return tokens * decode.slots_per_token - (len(request.table) - request.held_blocks) * decode.slots_per_block
 
     def pass_fence(self, fence: int, now_fs: int, *, done: bool = True) -> None:
         """A copy that a plan began has ended, or failed (`done` is False: what it was to bring is computed instead). The next decision
@@ -361,19 +413,16 @@ class EngineCore:
 
     @property
     def idle_holdings(self) -> tuple[int, int, int]:
-        """Owned blocks, token slots in all tables, and tokens in them: what is held while no plan is out."""
+        """Owned blocks, token slots in all tables, and those of them that are filled: what is held while no plan is out."""
         scheduler = self._scheduler
-        tokens = sum(self._tokens_held(request) for request in scheduler.holders())
-        return self.pool.num_owned, scheduler.holdings.table_blocks * self.config.block_size, tokens
+        filled = sum(self._slots_filled(request, scheduler.decode.computed(request)) for request in scheduler.holders())
+        return self.pool.num_owned, scheduler.holdings.table_blocks * scheduler.decode.slots_per_block, filled
 
     def idled(self, duration_fs: int) -> None:
         """So much time has passed since `plan` answered that there was nothing to do, for the accounts of those who run."""
         for request in self._scheduler.running.values():
-            request.token_fs += self._tokens_held(request) * duration_fs
-
-    def _tokens_held(self, request: Request) -> int:
-        given_back = (len(request.table) - request.held_blocks) * self.config.block_size
-        return self._scheduler.decode.computed(request) - given_back
+            slots = self._slots_filled(request, self._scheduler.decode.computed(request))
+            request.token_fs += slots * duration_fs
 
     def close(self, now_fs: int) -> None:
         """The run is over: log what was decided after the last step."""
@@ -383,7 +432,10 @@ class EngineCore:
 
     def check(self) -> None:
         """Verify the books. Raises IntegrityError naming the blocks or requests that are wrong."""
-        check_books(self._scheduler, self._draft, self.num_unfinished)
+        known = self.num_unfinished
+        if self._lag is not None:
+            known += len(self._lag.late) - len(self._scheduler.departing) - len(self._lag.arrivals)
+        check_books(self._scheduler, self._draft, known)
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
 
@@ -400,14 +452,20 @@ class EngineCore:
         self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
         self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
         for request, rejection in draft.turned_away:
-            self._reject(request, rejection, now_fs)
+            if request.ended_fs is None:
+                self._reject(request, rejection, now_fs)
+            else:
+                self._learn(request, now_fs, holds=False)
         for request, reason in draft.unservable:
-            self._end(request, Outcome.FAILED, reason, now_fs)
+            if request.ended_fs is None:
+                self._end(request, Outcome.FAILED, reason, now_fs)
+            else:
+                self._learn(request, now_fs, holds=False)
 
     def _begin_copies(self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft) -> None:
         """Settle what the plan saves and loads; nothing is saved while a running request waits for blocks that are being saved."""
-        saves = () if draft.waits else offload.save(completed)
-        if draft.waits:
+        saves = () if draft.blocks_come else offload.save(completed)
+        if draft.blocks_come:
             offload.put_off(completed)
         loads, offload.new_loads = tuple(offload.new_loads), []
         self._copies = (saves, loads) if saves or loads else None
@@ -447,26 +505,33 @@ class EngineCore:
 
     # -- parts of a commit ------------------------------------------------------------------------------------------
 
-    def _leap(self, plan: StepPlan, result: StepResult) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    def _leap(
+        self, plan: StepPlan, result: StepResult
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
         """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
         assert self._draft is not None
-        scheduler, decode = self._scheduler, self._scheduler.decode
-        block_size = self.config.block_size
-        slots = scheduler.holdings.table_blocks * block_size
-        usage, table_slots = [(0, self.pool.num_owned)], [slots]
-        steps, computed = result.steps, result.steps_computed
-        for ahead in range(1, steps):
-            grown: dict[int, list[int]] = {}
-            if decode.num_needing_block(ahead):
-                grown = scheduler.grow_members(ahead, plan.start_fs + result.durations.before_fs(ahead))
-                slots += len(grown) * block_size
+        scheduler, growth = self._scheduler, self._scheduler.growth
+        slots_per_block = scheduler.decode.slots_per_block
+        usage, emptied = [(0, self.pool.num_owned)], [0]
+        table_slots = [scheduler.holdings.table_blocks * slots_per_block]
+        before_fs = result.durations.before_fs
+        changing = growth.changing_until(result.steps)
+        took: dict[int, list[int]] = {}
+        at = 0
+        for ahead in changing if self._sink is None else range(1, result.steps):
+            took, at, slid = {}, ahead, []
+            if self._sink is None or ahead in changing:
+                elapsed_fs = before_fs(ahead)
+                slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
+                took = growth.grow(ahead, plan.start_fs + elapsed_fs)
                 usage.append((ahead, self.pool.num_owned))
-                table_slots.append(slots)
+                table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
+                emptied.append(emptied[-1] + sum(len(blocks) for _, blocks in slid) * slots_per_block)
             if self._sink is not None:
-                self._log(plan.step + ahead, plan.start_fs + result.durations.before_fs(ahead), grown, Decisions())
-            if ahead == computed:  # the step that ran out of memory: what it took is taken back
-                self._draft.decode_blocks = grown
-        return tuple(usage), tuple(table_slots)
+                self._log(plan.step + ahead, plan.start_fs + before_fs(ahead), took, Decisions(released=slid))
+        if 0 < result.steps_computed < result.steps:  # the last step ran out of memory: what it took is taken back
+            self._draft.decode_blocks = took if at == result.steps_computed else {}
+        return tuple(usage), tuple(table_slots), tuple(emptied)
 
     def _share_done(self, draft: Draft, request: Request) -> None:
         """The step of a request whose client left was computed all the same: its blocks hold what they were meant to."""
@@ -496,12 +561,18 @@ class EngineCore:
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
-            if request.num_tokens < request.target_tokens and self.config.sliding_window is None:
+            if request.num_tokens < request.target_tokens and (
+                scheduler.growth.slides or not scheduler.holdings.windows
+            ):
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
-        self._retire(request, now_fs)
+        lag = self._lag
+        if lag is None:
+            self._retire(request, now_fs)
+        else:
+            lag.ended(request, foreseen=not stopped and ends_by_length(request, self.config.max_model_len))
         spec = request.spec
         self._scheduler.drain.ended(now_fs, spec, request.num_output_tokens, others_wait=self.num_waiting > 0)
         capped = (
@@ -510,11 +581,62 @@ class EngineCore:
         )
         request.finish_reason = "length" if capped and not stopped else "stop"
         request.last_token_fs = now_fs
-        self._end(request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs)
+        (self._end if lag is None else self._tell)(
+            request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs
+        )
+
+    def _leave_late(self, draft: Draft, request: Request, decoded: bool, now_fs: int) -> None:
+        """A client left during the step, and the next is planned without knowing: the token of this one was in vain, and counts."""
+        assert self._lag is not None
+        share, in_vain = draft.shares.get(request.order), int(request.decoding and decoded)
+        self._share_done(draft, request)
+        if share is not None and share.samples:
+            request.num_tokens += 1
+            in_vain = 1
+        target = request.target_tokens
+        reached = self._scheduler.decode.known(request) >= target and ends_by_length(request, self.config.max_model_len)
+        self._lag.ended(request, foreseen=reached, in_vain=in_vain)
+        left_fs = now_fs if request.abort_fs is None else request.abort_fs
+        self._tell(request, request.outcome or Outcome.ABORTED, request.reason, left_fs)
+
+    def _discard_share(self, draft: Draft, request: Request) -> None:
+        """What the step computed for a request that had ended is dropped."""
+        assert self._lag is not None
+        share = draft.shares.pop(request.order, None)
+        if share is not None:
+            self._count_computed(share)
+            self._lag.discarded_tokens += share.num_tokens
+
+    def _learn(self, request: Request, now_fs: int, *, holds: bool = True) -> None:
+        """The scheduler hears of a request that has ended; what it `holds` comes back."""
+        assert self._lag is not None
+        scheduler = self._scheduler
+        if not holds:
+            pass
+        elif scheduler.departing.pop(request.order, None) is not None:
+            scheduler.departed()
+            self._give_back(request, now_fs)
+        elif request.state is State.WAITING:
+            scheduler.waiting.discard(request)
+        elif request.state is State.SWAPPED:
+            scheduler.drop_swapped(request)
+        else:
+            self._retire(request, now_fs)
+        request.num_tokens -= self._lag.late.pop(request)
+        self._forget(request)
+        scheduler.num_unseen = self._lag.num_unseen
+
+    def _catch_up(self, lag: Lag, now_fs: int) -> None:
+        """Nothing can be planned ahead: let the scheduler know all that has happened."""
+        for request in lag.catch_up():
+            self._learn(request, now_fs)
 
     def _retire(self, request: Request, now_fs: int) -> None:
         """Take a request out of the running set and give its blocks back."""
         self._scheduler.retire(request)
+        self._give_back(request, now_fs)
+
+    def _give_back(self, request: Request, now_fs: int) -> None:
         released = self._scheduler.holdings.release(
             request, request.outcome.value if request.outcome else "finished", now_fs, reusable=False
         )
@@ -527,8 +649,17 @@ class EngineCore:
         self._decisions.rejected.append((request.request_id, rejection.reason))
 
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
+        self._forget(request)
+        self._tell(request, outcome, reason, now_fs)
+
+    def _forget(self, request: Request) -> None:
+        """A request has ended for the scheduler."""
         self._scheduler.holdings.forget_private(request)
-        request.state, request.outcome, request.reason, request.ended_fs = State.ENDED, outcome, reason, now_fs
+        request.state = State.ENDED
+
+    def _tell(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
+        """A request has ended for its client."""
+        request.outcome, request.reason, request.ended_fs = outcome, reason, now_fs
         if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
             self._scheduler.backlog_tokens -= request.spec.input_tokens
         self._ended.append(request)

@@ -12,7 +12,6 @@ from .blocks import NO_BLOCK
 from .config import EngineConfig
 from .draft import Draft
 from .ladder import Knobs
-from .need import admission_blocks, new_blocks_for_whole, skipped_blocks
 from .request import Request
 from .sharing import SharingMeter
 from .tables import BlockTables
@@ -32,6 +31,8 @@ class Holdings:
         self.pool = tables.pool
         self.knobs = knobs
         self.sharing = SharingMeter(tables.pool, running)
+        self.windows = any(group.window is not None for group in config.groups)
+        """Whether requests give blocks back while they run."""
         self.table_blocks = 0
         """Entries in all block tables; a shared block counts once a holder."""
         self.offload: Offload | None = None
@@ -46,9 +47,13 @@ class Holdings:
         """Give back the blocks that left the attention window."""
         slid = self.tables.slide(request.table, computed_tokens)
         if slid:
-            self.sharing.leave_some(request, slid, now_fs)
-            self.hold(request, -len(slid), now_fs)
+            self.gave_back(request, slid, now_fs)
             draft.released.append((request.request_id, slid))
+
+    def gave_back(self, request: Request, blocks: list[int], now_fs: int) -> None:
+        """Account for blocks that a request which goes on has given back."""
+        self.sharing.leave_some(request, blocks, now_fs)
+        self.hold(request, -len(blocks), now_fs)
 
     def shorten(self, request: Request, tokens: int, now_fs: int) -> None:
         """Give back the blocks beyond the first `tokens` tokens: the step that took them computed nothing."""
@@ -62,10 +67,8 @@ class Holdings:
         What others may share stays findable. Private blocks do only if `reusable`: nobody but the request itself could find them.
         """
         computed_blocks = request.num_computed_tokens // self.config.block_size
-        blocks = request.table.blocks
-        self.pool.forget(
-            blocks[computed_blocks : request.num_registered]
-        )  # registered for a step that will not be computed
+        # Registered for a step that will not be computed:
+        self.pool.forget(self.tables.between(request.table, computed_blocks, request.num_registered))
         if self.reuses(request) and not request.dropped_tokens:
             self._register_upto(request, computed_blocks if reusable else min(computed_blocks, request.keys.num_shared))
         self.sharing.leave(request, now_fs)
@@ -90,9 +93,7 @@ class Holdings:
         """
         if not self.reuses(request):
             return []
-        hits = self.pool.find(request.keys.keys(0, self.findable_blocks(request)))
-        passed = skipped_blocks(len(hits) * self.config.block_size, self.config.block_size, self.config.sliding_window)
-        return [NO_BLOCK] * passed + hits[passed:]
+        return self.tables.find(request.keys.keys(0, self.findable_blocks(request)))
 
     def findable_blocks(self, request: Request) -> int:
         """Leading blocks of a waiting request that may have been computed before, without the last token's."""
@@ -119,7 +120,8 @@ class Holdings:
     def _register_upto(self, request: Request, stop: int) -> None:
         start = request.num_registered
         if start < stop:
-            blocks, keys = request.table.blocks[start:stop], request.keys.keys(start, stop)
+            keys = self.tables.keys(request.keys.keys(start, stop), start)
+            blocks = self.tables.between(request.table, start, stop)
             self.pool.index.add(blocks, keys)
             request.num_registered = stop
             if self.offload is not None:
@@ -129,34 +131,41 @@ class Holdings:
         """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for."""
         if request.num_preemptions:
             stop = request.computed_high // self.config.block_size
-            private = request.keys.keys(min(request.keys.num_shared, stop), stop)
+            first = min(request.keys.num_shared, stop)
+            private = self.tables.keys(request.keys.keys(first, stop), first)
             self.pool.forget(block_id for key in private for block_id in self.pool.index.find([key]))
             if self.offload is not None:
                 self.offload.forget(request, private)
 
     def prompt_blocks(self, request: Request, hits: list[int]) -> int:
         """Blocks that the whole of a waiting request takes from the free queue, beyond its hits."""
-        return new_blocks_for_whole(self.whole_blocks(request), len(hits), self.pool.num_unreferenced(hits))
+        return min(self.tables.need_for_whole(self._whole_by_group(request), hits), self.pool.num_blocks)
 
     def whole_blocks(self, request: Request) -> int:
         """Blocks that all known tokens of a request come to hold at once, at most.
 
         With a window that is an upper bound: it does not speak against a request that has run in this pool before.
         """
-        config = self.config
-        whole = admission_blocks(
-            request.num_tokens,
-            config.block_size,
-            window=config.sliding_window,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
-        if config.sliding_window is not None and request.num_preemptions:
-            return min(whole, self.pool.num_blocks)
-        return whole
+        whole = sum(self._whole_by_group(request))
+        return min(whole, self.pool.num_blocks) if self.windows and request.num_preemptions else whole
 
-    def tokens_that_fit(self, computed_tokens: int) -> int:
-        """Most tokens that a request with a sliding window could compute at once if the whole pool were free (at least 1)."""
-        block_size = self.config.block_size
-        skipped = skipped_blocks(computed_tokens, block_size, self.config.sliding_window)
-        return max((self.pool.num_blocks + skipped) * block_size - computed_tokens, 1)
+    def _whole_by_group(self, request: Request) -> list[int]:
+        by_group = self.config.most_blocks_by_group(request.num_tokens)
+        if self.windows and request.num_preemptions:
+            return [min(whole, self.pool.num_blocks) for whole in by_group]
+        return by_group
+
+    def fitting(self, computed_tokens: int, wanted: int) -> int:
+        """How many of `wanted` tokens a request could compute at once if the whole pool were free: with a sliding window, computing
+        a few at a time needs less than computing all. At least 1.
+        """
+        if not self.windows or self.config.blocks_at(computed_tokens, computed_tokens + wanted) <= self.pool.num_blocks:
+            return wanted
+        low, high = 1, wanted
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.config.blocks_at(computed_tokens, computed_tokens + middle) <= self.pool.num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low

@@ -119,7 +119,7 @@ class Offload:
         holdings.hold(request, whole, now_fs)
         loading = self.loading[request] = Loading(request, self._new_fence(), found, len(hits), now_fs)
         if hits:
-            holdings.sharing.join(request, hits, now_fs)
+            holdings.sharing.join(request, holdings.tables.split(hits), now_fs)
         self.tier.begin_load(found)
         self._loads[loading.fence] = loading
         self.loaded_blocks += len(found)

@@ -31,6 +31,8 @@ class BatchShape:
     """Block copies on the device (copy-on-write)."""
     swapped_blocks: int = 0
     """Blocks moved between the device and the CPU pool, both directions together."""
+    after_pause: bool = False
+    """Whether nothing was under way when the step was planned: the host's work before it is hidden behind no other step."""
 
     def later(self, steps: int) -> BatchShape:
         """The shape of the same decode step `steps` repetitions later."""
@@ -175,6 +177,9 @@ class ScheduledRequest:
     """Every block the step may read or write, in token order; 0 stands for a block that slid out of the window."""
     samples: bool
     """True when the step computes the request's last known token, so that a new one is sampled from it."""
+    group_tables: tuple[tuple[int, ...], ...] = ()
+    """Of a model with several attention groups the table of each, in the order of `EngineConfig.kv_groups`; `block_table` is the first.
+    Empty for a model with one."""
 
 
 @dataclass(slots=True, kw_only=True)

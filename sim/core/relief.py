@@ -69,20 +69,25 @@ def truncate_context(scheduler: Scheduler, request: Request, keep_tokens: int, n
 
     What is left is an attention sink and a window (StreamingLLM, Xiao et al. 2024); the answer changes, and the request says so.
     """
-    block_size = scheduler.config.block_size
-    keep_from = max(scheduler.decode.computed(request) - keep_tokens, 0) // block_size
-    middle = [block_id for block_id in request.table.blocks[1:keep_from] if block_id != NO_BLOCK]
+    keep_from_token = max(scheduler.decode.computed(request) - keep_tokens, 0)
+    middle: list[int] = []
+    tokens = 0
+    for group, table in zip(scheduler.config.groups, request.table.groups, strict=True):
+        keep_from = keep_from_token // group.block_size
+        inside = [block_id for block_id in table.blocks[1:keep_from] if block_id != NO_BLOCK]
+        if inside:
+            middle += inside
+            tokens = max(tokens, len(inside) * group.block_size)
+            table.blocks[1:keep_from] = [NO_BLOCK] * (keep_from - 1)
     if not middle:
         return []
-    scheduler.holdings.sharing.leave_some(request, middle, now_fs)
     scheduler.pool.release(middle, f"{request.request_id} (truncated)")
-    request.table.blocks[1:keep_from] = [NO_BLOCK] * (keep_from - 1)
-    scheduler.holdings.hold(request, -len(middle), now_fs)
+    scheduler.holdings.gave_back(request, middle, now_fs)
     request.degrade("truncate")
     if request.decoding:
-        scheduler.decode.drop(request, len(middle) * block_size)
+        scheduler.decode.drop(request, tokens, len(middle))
     else:
-        request.dropped_tokens += len(middle) * block_size
+        request.dropped_tokens += tokens
     return middle
 
 

@@ -130,6 +130,7 @@ class Request:
         "decoding",
         "degraded",
         "dropped_tokens",
+        "emptied_slots",
         "ended_fs",
         "finish_clock",
         "finish_reason",
@@ -212,6 +213,8 @@ class Request:
         """Rungs of the ladder that touched it, in order of first touch."""
         self.dropped_tokens = 0
         """Tokens in the middle of its context whose KV was given up (`truncate`)."""
+        self.emptied_slots = 0
+        """Of a decoding request: token slots of the blocks that it has given back out of its tables."""
         self.cpu_blocks: list[int] = []
         """Blocks of the CPU pool that hold its KV while it is swapped out."""
         self.held_blocks = 0
@@ -223,7 +226,8 @@ class Request:
         self.shared_runs: list[Run] = []
         """Shared blocks that it holds now."""
         self.token_fs = 0
-        """Integral over time of the tokens in its blocks (of a decoding request, up to `settled_fs`)."""
+        """Integral over time of the filled slots of its blocks, which for one table are its tokens (of a decoding request, up to
+        `settled_fs`)."""
         self.settled_fs = 0
         self.settled_clock_fs = 0
         """The decode set's `busy_fs` and `clock_fs` up to which `token_fs` is counted."""
@@ -239,8 +243,8 @@ class Request:
         return self.num_tokens - self.spec.input_tokens
 
     def degrade(self, action: str) -> None:
-        """Note that a rung of the ladder touched this request."""
-        if action not in self.degraded:
+        """Note that a rung of the ladder touched this request, unless it has ended for its client."""
+        if action not in self.degraded and self.ended_fs is None:
             self.degraded.append(action)
 
     def hold(self, change: int, now_fs: int) -> None:

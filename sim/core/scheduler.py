@@ -8,7 +8,7 @@ Source: vLLM V1 `Scheduler.schedule` (engine-policies §1.1.2); for the other ba
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import chain
 
@@ -17,10 +17,11 @@ from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
 from .decode import DecodeSet
 from .draft import Draft, Share
+from .groups import GroupTables
+from .growth import GroupGrowth, Growth
 from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
-from .need import blocks_for, skipped_blocks
 from .offload import Loading, Offload
 from .policy import Batching, Policy
 from .relief import cap_output, is_paused, shed
@@ -43,17 +44,29 @@ class Scheduler:
         self.swapped: deque[Request] = deque()
         """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
         self.cpu_pool = BlockPool(config.num_cpu_blocks)
-        self.decode = DecodeSet(config.block_size)
+        self.decode = DecodeSet(config.block_size, config.slots_per_block, config.slots_per_token)
         self.running: dict[int, Request] = {}
         """Admitted requests by admission order; the oldest comes first."""
         self.catching_up: dict[int, Request] = {}
         """Those of them with more to compute than the decode set's one token, or that missed a step."""
         self.knobs = Knobs()
         """What the degradation ladder has turned."""
+        self.departing: dict[int, Request] = {}
+        """Asynchronous scheduling: who reached its length in the step before this one, by admission order. It computes nothing more and
+        cannot give way; its slot, and its blocks, which the step under way may still read, come back when that step is done."""
+        self.num_unseen = 0
+        """By how much more requests wait than the queues show, because the next plan may not know of them."""
+        self.looks_back_fs = 0
+        """How long ago what is now being planned was decided."""
         self.holdings = Holdings(config, tables, self.knobs, self.holders)
         self.offload = Offload(config, self.holdings) if config.num_cpu_prefix_blocks else None
         """The CPU prefix tier, if there is one."""
         self.holdings.offload = self.offload
+        self.growth = (
+            GroupGrowth(self.decode, self.holdings, tables)
+            if isinstance(tables, GroupTables)
+            else Growth(self.decode, self.holdings)
+        )
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
@@ -67,13 +80,19 @@ class Scheduler:
         """Prompt tokens looked up, and found, at first admissions; what a request finds of its own after a preemption does not count."""
 
     def holders(self) -> Iterable[Request]:
-        """All requests that hold blocks: the running, and those whose prefix is loaded."""
-        return self.running.values() if self.offload is None else chain(self.running.values(), self.offload.loading)
+        """All requests that hold blocks: the running, those who did until just now, and those whose prefix is loaded."""
+        loading: Iterable[Request] = () if self.offload is None else self.offload.loading
+        return chain(self.running.values(), self.departing.values(), loading)
 
     @property
     def version(self) -> int:
         """Changes whenever the running requests, or those of them that decode steadily, change."""
         return self.decode.version + self._running_changes
+
+    @property
+    def num_slots_taken(self) -> int:
+        """Sequence slots that nobody else can have now."""
+        return len(self.running) + len(self.departing)
 
     @property
     def steady(self) -> bool:
@@ -84,15 +103,21 @@ class Scheduler:
             return (
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
+        if self.growth.slides and (head := self.waiting.head()) is not None and self.holdings.find(head):
+            return (
+                False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
+            )
         return self._admission.steady and self.waiting.steady
 
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
         draft = Draft(budget=self._step_budget())
+        if self.growth.slides:
+            draft.released += self.growth.slide(0, 0, now_fs)
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
-        shed(self, draft, now_fs)
+        shed(self, draft, self.view.now_fs)
         if self._policy.batching is Batching.PREFILL_FIRST:
             draft.decode = False
             self._serve_prompts(draft, now_fs)
@@ -105,9 +130,7 @@ class Scheduler:
             self._serve_all(draft, now_fs)
         else:
             self._serve_in_order(draft, now_fs)
-        if batch_is_open and self._policy.batching is not Batching.PREFILL_FIRST and not (
-            draft.preempted or draft.waits
-        ):
+        if batch_is_open and self._policy.batching is not Batching.PREFILL_FIRST and not draft.short:
             self._admit(draft, now_fs)
         return draft
 
@@ -138,7 +161,7 @@ class Scheduler:
 
     def _running_fits(self) -> bool:
         """Whether this step's need of all running requests is free."""
-        need = self.decode.num_needing_block()
+        need = self.growth.num_needed()
         budget = self._step_budget() - len(self.decode)
         if budget < 0:
             return False  # not everybody can be served: in order, then
@@ -146,6 +169,7 @@ class Scheduler:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_tokens <= 0:
                 break
+            num_tokens = self.holdings.fitting(request.num_computed_tokens, num_tokens)
             need += self._tables.need(request.table, request.num_computed_tokens, num_tokens)
             budget -= num_tokens
         return need <= self.pool.num_free
@@ -160,22 +184,10 @@ class Scheduler:
     def _serve_all(self, draft: Draft, now_fs: int) -> None:
         """The usual step: everybody gets what they need."""
         draft.budget -= len(self.decode)
-        draft.decode_blocks = self.grow_members(0, now_fs)
+        draft.decode_blocks = self.growth.grow(0, now_fs)
         for request in self.catching_up.values():
             if draft.budget:
                 self._serve(request, self._ask(request, draft), draft, now_fs)
-
-    def grow_members(self, ahead: int, now_fs: int) -> dict[int, list[int]]:
-        """Give a block to each decode-set member that needs one in the step `ahead` steps from now; there must be enough."""
-        needing = self.decode.needing_block(ahead)
-        blocks = self.pool.allocate(len(needing))
-        assert blocks is not None  # checked by whoever planned this step
-        grown: dict[int, list[int]] = {}
-        for request, block_id in zip(needing, blocks, strict=True):
-            request.table.blocks.append(block_id)
-            self.holdings.hold(request, 1, now_fs)
-            grown[request.order] = [block_id]
-        return grown
 
     def _serve_in_order(self, draft: Draft, now_fs: int) -> None:
         """A step in which blocks are short: serve in admission order, taking from victims when there is no other way."""
@@ -193,10 +205,11 @@ class Scheduler:
                 )
                 continue
             asked = self._ask(request, draft)  # settled before victims are looked for, as in vLLM
+            if (self.departing or self.pool.num_set_aside) and self._comes_soon(request, asked):
+                draft.blocks_come = True
+                position += 1
+                continue
             while (num_tokens := self._serve(request, asked, draft, now_fs)) is None:
-                if self._comes_back(request, asked):
-                    draft.waits = True
-                    break
                 victim = self._policy.victim(self.running, self.decode.known)
                 place = order.index(victim)
                 del order[place]
@@ -214,13 +227,16 @@ class Scheduler:
             self.catching_up[request.order] = request
         self.catching_up = dict(sorted(self.catching_up.items()))
 
-    def _comes_back(self, request: Request, num_tokens: int) -> bool:
-        """Whether the blocks that a request lacks are only being saved: then it waits, and nobody gives way (vLLM #49675)."""
-        aside = self.pool.num_set_aside if self.offload is not None else 0
-        if not aside:
+    def _comes_soon(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request lacks blocks that come back with the step under way, or when they are saved: it waits, and nobody
+        gives way (vLLM #49675).
+        """
+        lacks = self._tables.need(request.table, self.decode.computed(request), num_tokens) - self.pool.num_free
+        if lacks <= 0:
             return False
-        need = self._tables.need(request.table, self.decode.computed(request), num_tokens)
-        return need <= self.pool.num_free + aside
+        lacks -= self.pool.num_set_aside
+        held = Counter(block_id for gone in self.departing.values() for block_id in gone.table.blocks if block_id)
+        return lacks <= sum(self.pool.ref_cnt(block_id) == holders for block_id, holders in held.items())
 
     def _undo(self, victim: Request, served: dict[int, int], draft: Draft) -> None:
         """Take back what a victim was given earlier in this step; its blocks go with the rest of its table."""
@@ -237,7 +253,7 @@ class Scheduler:
         """Tokens a running request wants from this step."""
         computed = self.decode.computed(request)
         wanted = min(self.decode.known(request) - computed, self._allowed(request, draft))
-        return wanted if self.config.sliding_window is None else min(wanted, self.holdings.tokens_that_fit(computed))
+        return self.holdings.fitting(computed, wanted)
 
     def _serve(self, request: Request, num_tokens: int, draft: Draft, now_fs: int) -> int | None:
         """Schedule a running request for `num_tokens`; None when its blocks are not free."""
@@ -269,9 +285,9 @@ class Scheduler:
     def _next_need(self, request: Request, budget: int) -> tuple[int, int]:
         """Tokens of a running request after this step, and the blocks it must hold for them."""
         computed = self.decode.computed(request)
-        tokens = min(self.decode.known(request), computed + budget)
-        skipped = skipped_blocks(computed, self.config.block_size, self.config.sliding_window)
-        return tokens, blocks_for(tokens, self.config.block_size) - skipped
+        wanted = min(self.decode.known(request) - computed, budget)
+        tokens = computed + self.holdings.fitting(computed, wanted)
+        return tokens, self.config.blocks_at(computed, tokens)
 
     def give_way(self, victim: Request, draft: Draft, now_fs: int) -> None:
         """Take a running request's blocks, and put it where it can come back from: the CPU pool if allowed and free, else the queue."""
@@ -281,8 +297,7 @@ class Scheduler:
         victim.num_preemptions += 1
         draft.preempted.append(victim)
         self.holdings.slide(victim, victim.num_computed_tokens, draft, now_fs)
-        stop = blocks_for(victim.num_computed_tokens, self.config.block_size)
-        kept = [block_id for block_id in victim.table.blocks[:stop] if block_id != NO_BLOCK]
+        kept = self._tables.computed(victim.table, victim.num_computed_tokens)
         may_swap = self._policy.swap and kept and not victim.dropped_tokens
         cpu_blocks = self.cpu_pool.allocate(len(kept)) if may_swap else None
         if cpu_blocks is not None:
@@ -306,15 +321,16 @@ class Scheduler:
 
         Before both go those whose prefix has been loaded: they hold their blocks already.
         """
+        slots = self.config.max_num_seqs - len(self.departing)
         while self.offload is not None and self.offload.ready:
-            if not draft.budget or len(self.running) >= self.config.max_num_seqs:
+            if not draft.budget or len(self.running) >= slots:
                 return
             if not self._start_loaded(self.offload.ready[0], draft, now_fs):
                 return
         while self.swapped and not is_paused(self, self.swapped[0]):
-            if not draft.budget or len(self.running) >= self.config.max_num_seqs or not self._resume(draft, now_fs):
+            if not draft.budget or len(self.running) >= slots or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
-        while draft.budget and len(self.running) < self.config.max_num_seqs:
+        while draft.budget and len(self.running) < slots:
             request = self.waiting.head()
             if request is None or not self._try_start(request, draft, now_fs):
                 return
@@ -330,14 +346,12 @@ class Scheduler:
             self.drop_swapped(request)
             draft.unservable.append((request, outgrown))
             return True
-        passed = skipped_blocks(computed, self.config.block_size, self.config.sliding_window)
-        request.table.blocks = [NO_BLOCK] * passed
-        allocation = self._tables.grow(request.table, computed, num_tokens)
-        if allocation is None:
-            request.table.blocks = []
+        restored = self._tables.restore(request.table, computed, num_tokens)
+        if restored is None:
             return False
+        saved, allocation = restored
         self.swapped.popleft()
-        draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, allocation.new_blocks, strict=False))))
+        draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
         self._free_cpu_blocks(request)
         self._run(request, now_fs)
         self.holdings.hold(request, len(allocation.new_blocks), now_fs)
@@ -359,14 +373,19 @@ class Scheduler:
         hits = self.holdings.find(request)
         if self.offload is not None and (said := self._load(self.offload, request, hits, draft, now_fs)) is not None:
             return said
-        hit_tokens = len(hits) * config.block_size
+        hit_tokens = tables.tokens_in(hits)
         missing = request.num_tokens - hit_tokens
         allowed = self._allowed(request, draft)
         if not allowed or (missing > allowed and not config.enable_chunked_prefill):
             return False
         num_tokens = min(missing, allowed)
-        if config.sliding_window is not None:
-            num_tokens = min(num_tokens, self.holdings.tokens_that_fit(hit_tokens))
+        if self.holdings.windows:
+            num_tokens = self.holdings.fitting(hit_tokens, num_tokens)
+            least = config.blocks_at(hit_tokens, hit_tokens + num_tokens)
+            if outgrown := self._outgrown(request, hit_tokens + num_tokens, least):
+                self.waiting.pop()  # not even a token at a time
+                draft.unservable.append((request, outgrown))
+                return True
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, self.holdings.prompt_blocks(request, hits))
@@ -381,21 +400,18 @@ class Scheduler:
         self.waiting.pop()
         self._run(request, now_fs)
         request.num_computed_tokens = hit_tokens
-        request.num_registered = len(hits)
-        self._start_accounts(request, hit_tokens)
-        self.holdings.hold(request, sum(1 for block_id in request.table.blocks if block_id != NO_BLOCK), now_fs)
+        request.num_registered = hit_tokens // config.block_size
+        taken = request.table.blocks
+        self.holdings.hold(request, len(taken) - taken.count(NO_BLOCK), now_fs)
         if hits:
-            self.holdings.sharing.join(request, hits, now_fs)
+            self.holdings.sharing.join(request, tables.split(hits), now_fs)
             if self.offload is not None:
                 self.offload.used(hits)
-        self._take(request, num_tokens, draft)
-        draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, hit_tokens, [*hits, *allocation.new_blocks])
-        self.holdings.register(request, hit_tokens + num_tokens)
+        self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
         return True
 
-    def _start_accounts(self, request: Request, hit_tokens: int) -> None:
-        """Cap a request that starts, if the ladder says so, and count what it found on the device at its first start."""
+    def _begin(self, request: Request, num_tokens: int, computed: int, hit_tokens: int, draft: Draft) -> None:
+        """Schedule the first tokens of a request after what is `computed` already; the first time, count what it hit on the device."""
         cap = self.knobs.cap_new
         if cap is not None and not self.knobs.spares(request.spec.priority):
             cap_output(self, request, cap, "cap_new")
@@ -403,6 +419,10 @@ class Scheduler:
             request.prefix_hit_tokens = hit_tokens
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
+        self._take(request, num_tokens, draft)
+        draft.admitted.append(request)
+        draft.shares[request.order] = Share(request, num_tokens, computed, request.table.blocks.copy())
+        self.holdings.register(request, computed + num_tokens)
 
     def _load(self, offload: Offload, request: Request, hits: list[int], draft: Draft, now_fs: int) -> bool | None:
         """Load the prefix of the head of the queue from the CPU tier; False: it must wait; None: there is nothing to load."""
@@ -434,11 +454,7 @@ class Scheduler:
         spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
         self.holdings.hold(request, -len(spare), now_fs)
         self._run(request, now_fs)
-        self._start_accounts(request, loading.hits * self.config.block_size)
-        self._take(request, num_tokens, draft)
-        draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, computed, request.table.blocks.copy())
-        self.holdings.register(request, computed + num_tokens)
+        self._begin(request, num_tokens, computed, loading.hits * self.config.block_size, draft)
         return True
 
     def _run(self, request: Request, now_fs: int) -> None:
@@ -447,14 +463,14 @@ class Scheduler:
         self._running_changes += 1
         request.state = State.RUNNING
         self.running[request.order] = self.catching_up[request.order] = request
-        if request.scheduled_fs is None:
+        if request.scheduled_fs is None and request.ended_fs is None:
             request.scheduled_fs = now_fs
 
     # -- bookkeeping shared with the engine -------------------------------------------------------------------------
 
     def view_at(self, now_fs: int) -> EngineView:
-        """The view for policies, at this time."""
-        self.view.now_fs = now_fs
+        """The view for policies, at this time; while a step is planned ahead, at the time when that was decided."""
+        self.view.now_fs = now_fs - self.looks_back_fs
         return self.view
 
     def drop_swapped(self, request: Request) -> None:
@@ -472,6 +488,10 @@ class Scheduler:
             self.decode.leave(request)
         self._remove(request)
 
+    def departed(self) -> None:
+        """Somebody of `departing` is gone."""
+        self._running_changes += 1
+
     def _remove(self, request: Request) -> None:
         del self.running[request.order]
         self._running_changes += 1
@@ -485,14 +505,14 @@ class Scheduler:
         void: set[int] = set()
         for share in draft.shares.values():
             request, computed_blocks = share.request, share.context_tokens // self.config.block_size
-            unwritten = request.table.blocks[computed_blocks : request.num_registered]
+            unwritten = self._tables.between(request.table, computed_blocks, request.num_registered)
             self.pool.forget(unwritten)
             void.update(unwritten)
         for share in draft.shares.values():
             request, tokens = share.request, share.context_tokens
-            found = request.table.blocks[: tokens // self.config.block_size]
-            if not void.isdisjoint(found):  # it was to read what another request of the same step was to write
-                valid = next(index for index, block_id in enumerate(found) if block_id in void)
-                tokens = request.num_computed_tokens = valid * self.config.block_size
+            # It may have been to read what another request of the same step was to write.
+            valid = self._tables.tokens_before(request.table, tokens, void)
+            if valid < tokens:
+                tokens = request.num_computed_tokens = valid
             request.num_registered = min(request.num_registered, tokens // self.config.block_size)
             self.holdings.shorten(request, tokens, now_fs)

@@ -45,8 +45,12 @@ class SharingMeter:
         self._run_of: dict[int, Run] = {}
         """By block, for blocks with at least two holders."""
 
-    def join(self, request: Request, hits: Sequence[int], now_fs: int) -> None:
-        """A request has taken the leading blocks `hits` of its table from the prefix index."""
+    def join(self, request: Request, hits_by_group: Sequence[Sequence[int]], now_fs: int) -> None:
+        """A request has taken the leading blocks of its tables, one an attention group, from the prefix index."""
+        for group, hits in enumerate(hits_by_group):
+            self._join(request, group, hits, now_fs)
+
+    def _join(self, request: Request, group: int, hits: Sequence[int], now_fs: int) -> None:
         ref_cnt = self._pool.ref_cnt
         at = 0
         while at < len(hits):
@@ -56,7 +60,7 @@ class SharingMeter:
                 continue
             run = self._run_of.get(block_id)
             if run is None:
-                run = self._begin(request, hits, at, now_fs)
+                run = self._begin(request, group, hits, at, now_fs)
             else:
                 if run.blocks[0] != block_id:
                     run = self._split(run, run.blocks.index(block_id))
@@ -90,10 +94,10 @@ class SharingMeter:
                     request.shared_runs.remove(part)
                     self._leave(part, request, now_fs)
 
-    def _begin(self, request: Request, hits: Sequence[int], at: int, now_fs: int) -> Run:
+    def _begin(self, request: Request, group: int, hits: Sequence[int], at: int, now_fs: int) -> Run:
         """A new run from `hits[at]` on: the blocks that one other request holds, and nobody else."""
-        owner = self._owner(request, hits[at], at)
-        theirs, stop = owner.table.blocks, at + 1
+        owner = self._owner(request, group, hits[at], at)
+        theirs, stop = owner.table.groups[group].blocks, at + 1
         while (
             stop < min(len(hits), len(theirs))
             and hits[stop] == theirs[stop]
@@ -107,10 +111,10 @@ class SharingMeter:
         self._hold(run, request)
         return run
 
-    def _owner(self, request: Request, block_id: int, at: int) -> Request:
+    def _owner(self, request: Request, group: int, block_id: int, at: int) -> Request:
         """The one other request that holds a block; content at place `at` of a sequence is at place `at` of every table."""
         for other in self._running():
-            blocks = other.table.blocks
+            blocks = other.table.groups[group].blocks
             if other is not request and at < len(blocks) and blocks[at] == block_id:
                 return other
         raise LookupError(f"block {block_id} has {self._pool.ref_cnt(block_id)} holders, and no running request has it")

@@ -40,32 +40,40 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
 
     `room` is how many blocks may be taken before something else than the pool would decide differently. While members of the
     decode set only grow, the pool only gets fuller, so a request that cannot start now cannot start later in the stretch:
-    evicting a cached block it would have found costs it a hit and saves it a revival.
+    evicting a cached block it would have found costs it a hit and saves it a revival. Where windows slide, the pool may also get
+    emptier, and the stretch ends before that if somebody waits.
     """
-    decode = scheduler.decode
     if draft.shares or draft.changed_queue or scheduler.catching_up or not scheduler.steady:
         return 1
-    limit = decode.steps_to_completion() or 1
+    limit = scheduler.decode.steps_to_completion() or 1
     if max_steps is not None:
         limit = min(limit, max_steps)
-    return 1 + decode.steps_that_fit(min(room, scheduler.pool.num_free), 1, limit - 1)
+    somebody_waits = (len(scheduler.waiting) or scheduler.swapped) and len(
+        scheduler.running
+    ) < scheduler.config.max_num_seqs
+    return 1 + scheduler.growth.steps_that_fit(
+        min(room, scheduler.pool.num_free), limit - 1, never_emptier=bool(somebody_waits)
+    )
 
 
 def scheduled_in(ahead: int, draft: Draft, scheduler: Scheduler) -> tuple[ScheduledRequest, ...]:
     """The requests of step `ahead` of the plan that is out, in running order, with the tables they will have then."""
     decode = scheduler.decode
-    future = _future_blocks(ahead, scheduler)
+    tables_of = scheduler.growth.tables_in(ahead)
     scheduled = []
     for order, request in scheduler.running.items():
         if request.decoding and draft.decode:
-            blocks = (*request.table.blocks, *future.get(order, ()))
-            context = decode.computed(request) + ahead
-            scheduled.append(ScheduledRequest(request.request_id, 1, context, blocks, samples=True))
+            num_tokens, context, samples = 1, decode.computed(request) + ahead, True
         elif (share := draft.shares.get(order)) is not None:
-            blocks = tuple(request.table.blocks)
-            scheduled.append(
-                ScheduledRequest(request.request_id, share.num_tokens, share.context_tokens, blocks, share.samples)
+            num_tokens, context, samples = share.num_tokens, share.context_tokens, share.samples
+        else:
+            continue
+        tables = tables_of(request)
+        scheduled.append(
+            ScheduledRequest(
+                request.request_id, num_tokens, context, tables[0], samples, tables if len(tables) > 1 else ()
             )
+        )
     return tuple(scheduled)
 
 
@@ -78,12 +86,3 @@ def log_rows(draft: Draft, scheduler: Scheduler, grown: dict[int, list[int]]) ->
         elif (share := draft.shares.get(order)) is not None:
             rows.append((request.request_id, share.num_tokens, share.new_blocks))
     return rows
-
-
-def _future_blocks(ahead: int, scheduler: Scheduler) -> dict[int, list[int]]:
-    """Blocks that steps 1 to `ahead` of the stretch will allocate, by admission order."""
-    needing = [request.order for step in range(1, ahead + 1) for request in scheduler.decode.needing_block(step)]
-    future: dict[int, list[int]] = {}
-    for order, block_id in zip(needing, scheduler.pool.peek(len(needing)), strict=True):
-        future.setdefault(order, []).append(block_id)
-    return future

@@ -5,11 +5,11 @@ Every operation either happens whole or, when there is no room, returns None and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .blocks import NO_BLOCK, BlockPool
-from .need import blocks_for, new_blocks, skipped_blocks
+from .need import blocks_for, new_blocks, new_blocks_for_whole, skipped_blocks
 
 
 class BlockTable:
@@ -24,6 +24,11 @@ class BlockTable:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    @property
+    def groups(self) -> tuple[BlockTable, ...]:
+        """One table for each attention group: this one, of a model with one kind of layer (else see `groups.GroupTable`)."""
+        return (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,47 @@ class BlockTables:
         self.window = window
         """Sliding attention window in tokens; None for full attention."""
 
+    def new(self, owner: str) -> BlockTable:
+        """An empty table."""
+        return BlockTable(owner)
+
+    def keys(self, keys: list[int], first: int = 0) -> list[int]:
+        """The keys under which blocks `first` and after, whose content has `keys`, are found; in the order of `between`."""
+        return keys
+
+    def between(self, table: BlockTable, start: int, stop: int) -> list[int]:
+        """The table's entries for the tokens of blocks `[start, stop)`."""
+        return table.blocks[start:stop]
+
+    def find(self, keys: list[int]) -> list[int]:
+        """Blocks with the longest cached run of `keys`, of blocks 0 and after. NO_BLOCK stands for those that are out of the window."""
+        hits = self.pool.find(keys)
+        passed = skipped_blocks(len(hits) * self.block_size, self.block_size, self.window)
+        return [NO_BLOCK] * passed + hits[passed:]
+
+    def tokens_in(self, hits: Sequence[int]) -> int:
+        """Tokens that `hits` hold."""
+        return len(hits) * self.block_size
+
+    def split(self, hits: Sequence[int]) -> list[Sequence[int]]:
+        """The hits of each group."""
+        return [hits]
+
+    def tokens_before(self, table: BlockTable, tokens: int, void: Collection[int]) -> int:
+        """The longest prefix of a table's first `tokens` tokens in no block of `void`, and whose window is whole; `tokens` if none is
+        void.
+        """
+        found = table.blocks[: tokens // self.block_size] if void else []
+        stop = next((index for index, block_id in enumerate(found) if block_id in void), None)
+        if stop is None:
+            return tokens
+        return stop * self.block_size if self.sees_all(table, stop * self.block_size) else 0
+
+    def sees_all(self, table: BlockTable, computed_tokens: int) -> bool:
+        """Whether the table has every block that the token after `computed_tokens` attends to."""
+        stop = blocks_for(computed_tokens, self.block_size)
+        return NO_BLOCK not in table.blocks[skipped_blocks(computed_tokens, self.block_size, self.window) : stop]
+
     def need(self, table: BlockTable, computed_tokens: int, new_tokens: int, hits: Sequence[int] = ()) -> int:
         """Blocks that would leave the free queue if `grow` were called with the same arguments."""
         start = computed_tokens + len(hits) * self.block_size
@@ -55,8 +101,12 @@ class BlockTables:
             hits=len(hits),
             unreferenced_hits=self.pool.num_unreferenced(hits),
             skipped=skipped_blocks(start, self.block_size, self.window),
-            copied=len(self._shared(self._written(table, computed_tokens, new_tokens), table)),
+            copied=len(self._shared(self.written(table, computed_tokens, new_tokens), table)),
         )
+
+    def need_for_whole(self, whole: Sequence[int], hits: Sequence[int]) -> int:
+        """Blocks that would leave the free queue for a sequence that comes to hold `whole` blocks of each group, `hits` among them."""
+        return new_blocks_for_whole(sum(whole), len(hits), self.pool.num_unreferenced(hits))
 
     def grow(
         self, table: BlockTable, computed_tokens: int, new_tokens: int, hits: Sequence[int] = ()
@@ -67,19 +117,25 @@ class BlockTables:
         written into and are shared are replaced by fresh ones, and copies are asked for. Blocks that slid out of the
         window are given back first. None, and nothing else changed, when the pool has too few free blocks.
         """
-        pool = self.pool
         if self.window is not None:
             self.slide(table, computed_tokens)
         need = self.need(table, computed_tokens, new_tokens, hits)
-        if need > pool.num_free:
+        if need > self.pool.num_free:
             return None
-        written = self._written(table, computed_tokens, new_tokens)
-        shared = self._shared(written, table)
-        pool.acquire(hits)
+        written = self.written(table, computed_tokens, new_tokens)
+        self.take(table, hits)
+        return self.fill(table, computed_tokens + len(hits) * self.block_size + new_tokens, written)
+
+    def take(self, table: BlockTable, hits: Sequence[int]) -> None:
+        """Append `hits` to the table; part of `grow`."""
+        self.pool.acquire(hits)
         table.blocks.extend(hits)
-        grown = max(
-            blocks_for(computed_tokens + len(hits) * self.block_size + new_tokens, self.block_size) - len(table), 0
-        )
+
+    def fill(self, table: BlockTable, total_tokens: int, written: range) -> Allocation:
+        """Take the blocks that `total_tokens` tokens lack and copies of the shared ones among the `written`; part of `grow`."""
+        pool = self.pool
+        shared = self._shared(written, table)
+        grown = max(blocks_for(total_tokens, self.block_size) - len(table), 0)
         copies = tuple((table.blocks[index], self._replace(table, index)) for index in shared)
         pool.forget(table.blocks[index] for index in written)  # what they hold is about to change
         blocks = pool.allocate(grown)
@@ -110,14 +166,40 @@ class BlockTables:
 
     def slide(self, table: BlockTable, computed_tokens: int) -> list[int]:
         """Give back blocks that no later token attends to, leaving NO_BLOCK in their place; returns them."""
-        skipped = min(skipped_blocks(computed_tokens, self.block_size, self.window), len(table))
-        slid = [block_id for block_id in table.blocks[:skipped] if block_id != NO_BLOCK]
+        blocks = table.blocks
+        stop = start = min(skipped_blocks(computed_tokens, self.block_size, self.window), len(blocks))
+        while start and blocks[start - 1] != NO_BLOCK:
+            start -= 1
+        slid = blocks[start:stop]
+        if start and blocks[0] != NO_BLOCK:  # the sink of a truncated context: what was behind it is gone
+            slid.insert(0, blocks[0])
+            blocks[0] = NO_BLOCK
         if slid:
             self.pool.release(slid, f"{table.owner} (slid out of the window)")
-            table.blocks[:skipped] = [NO_BLOCK] * skipped
+            blocks[start:stop] = [NO_BLOCK] * (stop - start)
         return slid
 
-    def _written(self, table: BlockTable, computed_tokens: int, new_tokens: int) -> range:
+    def computed(self, table: BlockTable, computed_tokens: int) -> list[int]:
+        """The blocks with the KV of the first `computed_tokens` tokens, without NO_BLOCK entries: what a swap has to save."""
+        stop = blocks_for(computed_tokens, self.block_size)
+        return [block_id for block_id in table.blocks[:stop] if block_id != NO_BLOCK]
+
+    def restore(self, table: BlockTable, computed_tokens: int, new_tokens: int) -> tuple[list[int], Allocation] | None:
+        """Grow an empty table for a request that comes back from the CPU pool with `computed_tokens` tokens; first in what is returned
+        are the blocks to copy those to, in the order of `computed`. None, and nothing changed, when the pool has too few free blocks.
+        """
+        self.skip(table, computed_tokens)
+        allocation = self.grow(table, computed_tokens, new_tokens)
+        if allocation is None:
+            self.truncate(table, 0, table.owner)  # nothing but NO_BLOCK entries
+            return None
+        return self.computed(table, computed_tokens), allocation
+
+    def skip(self, table: BlockTable, computed_tokens: int) -> None:
+        """Let an empty table begin with NO_BLOCK for what no token after `computed_tokens` attends to."""
+        table.blocks.extend([NO_BLOCK] * skipped_blocks(computed_tokens, self.block_size, self.window))
+
+    def written(self, table: BlockTable, computed_tokens: int, new_tokens: int) -> range:
         """Indexes of the blocks the table has already that tokens `[computed_tokens, computed_tokens + new_tokens)` go to."""
         stop = blocks_for(computed_tokens + new_tokens, self.block_size) if new_tokens > 0 else 0
         return range(computed_tokens // self.block_size, min(stop, len(table)))

@@ -7,11 +7,12 @@ way, those that cannot change within it; so a policy's answer is the same whethe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from .clock import to_s
 from .meters import DrainMeter
-from .need import admission_blocks, slots_needed
+from .need import slots_needed
 from .request import Request, RequestSpec
 
 if TYPE_CHECKING:
@@ -125,8 +126,10 @@ class EngineView:
 
     @property
     def blocks_needed_soon(self) -> int:
-        """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each."""
-        return 2 * len(self._scheduler.decode)
+        """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each, in every
+        attention group.
+        """
+        return 2 * len(self._scheduler.decode) * len(self._scheduler.config.groups)
 
     @property
     def oldest_wait_s(self) -> float:
@@ -136,9 +139,9 @@ class EngineView:
 
     @property
     def num_running(self) -> int:
-        """Admitted requests, those whose prefix is being loaded included."""
+        """Admitted requests: those included that hold a slot a step longer with asynchronous scheduling, and whose prefix is loaded."""
         scheduler = self._scheduler
-        return len(scheduler.running) + (0 if scheduler.offload is None else len(scheduler.offload.loading))
+        return scheduler.num_slots_taken + (0 if scheduler.offload is None else len(scheduler.offload.loading))
 
     @property
     def num_admissions(self) -> int:
@@ -148,7 +151,7 @@ class EngineView:
     @property
     def num_waiting(self) -> int:
         """Queued requests, preempted and swapped ones included."""
-        return len(self._scheduler.waiting) + len(self._scheduler.swapped)
+        return len(self._scheduler.waiting) + len(self._scheduler.swapped) + self._scheduler.num_unseen
 
     @property
     def num_in_flight(self) -> int:
@@ -168,7 +171,7 @@ class EngineView:
     @property
     def has_full_attention(self) -> bool:
         """Whether requests keep every block. With a sliding window they do not, and each is scheduled one by one."""
-        return self._scheduler.config.sliding_window is None
+        return not self._scheduler.holdings.windows
 
     @property
     def decode_version(self) -> int:
@@ -188,7 +191,9 @@ class EngineView:
 
     def running(self) -> Iterator[RunningView]:
         """The admitted requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
-        return (RunningView(request, self._scheduler) for request in self._scheduler.holders())
+        scheduler = self._scheduler
+        loading = () if scheduler.offload is None else scheduler.offload.loading
+        return (RunningView(request, scheduler) for request in chain(scheduler.running.values(), loading))
 
     def output_cap(self, spec: RequestSpec | RunningView) -> int:
         """Most output tokens a request can come to: its client's cap, or else what the context has room for."""
@@ -197,11 +202,4 @@ class EngineView:
 
     def blocks_to_finish(self, spec: RequestSpec | RunningView, output_tokens: int) -> int:
         """Blocks a request holds when it has produced `output_tokens` tokens, or, with a sliding window, the most it holds until then."""
-        config = self._scheduler.config
-        return admission_blocks(
-            slots_needed(spec.input_tokens, max(output_tokens, 1)),
-            config.block_size,
-            window=config.sliding_window,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
+        return self._scheduler.config.most_blocks(slots_needed(spec.input_tokens, max(output_tokens, 1)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from sim.catalog.dtypes import weight_format
@@ -16,17 +17,16 @@ from sim.catalog.layers import AttentionShape
 from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
 
-from .piecewise import Grid, Line, locate
-from .profile_file import ProfileFile, grid, line
-from .terms import NO_OVERLAP, NO_SKEW, StepTerms
+from .piecewise import Field, Grid, Line, locate
+from .profile_file import ProfileFile, grid, line, ratio
+from .terms import NO_OVERLAP, NO_SKEW, TILE, StepTerms
 from .work import elementwise_bytes_per_token
 
 _US = 1e-6
-TILE_ROWS = 64
-"""Queries of one head that a multiprocessor takes at a time: with fewer tiles than multiprocessors, some idle. From LLMServingSim's tables,
-where chunks from 256 tokens on (32 heads, 128 multiprocessors) reach the full rate and shorter ones proportionally less."""
 CONTEXTS = (0, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+OVERLAP_BEYOND = 1.2
+"""Waves of tiles from which prefill and decodes of one call hardly overlap. **Source:** the overlaps fitted to LLMServingSim's tables."""
 LOGIT_BYTES = 10
 """Bytes the sampler moves for one logit, as in the roofline."""
 
@@ -64,7 +64,7 @@ def composed_terms(
     vocabulary = -(-model.vocab_size // tp)
     sampler_s = float(kernels["sampler_us"]) * _US
     attention = _attention(profile, kernels, model.attention[0], tp, kv_cache_dtype, device, notes)
-    step_s, seq_s = profile.host_s()
+    step_s, seq_s = profile.host_s(layers, tp)
     return StepTerms(
         dense=Line(tuple(map(float, tokens)), tuple(dense_s(count) for count in tokens)),
         rows=Line(
@@ -81,9 +81,11 @@ def composed_terms(
         decode=_times(attention.decode, layers),
         mixed=_times(attention.mixed, layers),
         mixed_tile_s=layers * attention.tile_s,
+        mixed_ratio=attention.ratio,
+        wave_tiles=attention.wave_tiles,
         overlap=attention.overlap,
-        decode_skew=line(kernels["decode_skew"], "seqs", "share") if "decode_skew" in kernels else NO_SKEW,
-        mixed_skew=line(kernels["mixed_skew"], "seqs", "share") if "mixed_skew" in kernels else NO_SKEW,
+        decode_skew=_skew(kernels, "decode_skew", model.attention[0].kv_heads_per_rank(tp)),
+        mixed_skew=_skew(kernels, "mixed_skew", model.attention[0].kv_heads_per_rank(tp)),
         chunk_launch_s=layers * attention.prefill.z[0][0],
         step_s=step_s,
         seq_s=seq_s,
@@ -163,6 +165,8 @@ class LayerAttention:
     mixed: Grid
     tile_s: float
     overlap: Line
+    ratio: Field | None
+    wave_tiles: float
 
 
 def _attention(
@@ -192,18 +196,39 @@ def _attention(
             f"{entry['kv_heads']}, in proportion"
         )
         decode, mixed = (_times(table, kv_heads / entry["kv_heads"]) for table in (decode, mixed))
+    wave_tiles = device.sm_count / heads if kernels.get("stairs") else 0.0
     if kind.window is not None:
         notes.append("sliding-window layers are priced as if they read every token, too dear for long contexts")
     return LayerAttention(
-        prefill=_prefill(entry, heads, device),
+        prefill=_prefill(entry, heads, device, stairs=wave_tiles > 0),
         decode=decode,
         mixed=mixed,
         tile_s=float(entry.get("mixed_tile_us", 0.0)) * _US * heads / entry["heads"],
-        overlap=line(entry["overlap"], "tiles", "exponent") if "overlap" in entry else NO_OVERLAP,
+        overlap=_overlap(entry, heads, wave_tiles),
+        ratio=ratio(entry.get("mixed_ratio")),
+        wave_tiles=wave_tiles,
     )
 
 
-def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu) -> Grid:
+def _overlap(entry: Mapping[str, Any], heads: int, wave_tiles: float) -> Line:
+    """As timed, counted in tiles of so many heads; or else what was timed on two other cards: what fits on the GPU overlaps."""
+    if "overlap" in entry:
+        timed = line(entry["overlap"], "tiles", "exponent")
+        return Line(tuple(tiles * entry["heads"] / heads for tiles in timed.x), timed.y)
+    if not wave_tiles:
+        return NO_OVERLAP
+    return Line((wave_tiles, wave_tiles * OVERLAP_BEYOND, wave_tiles * 4), (8.0, 1.25, 1.0))
+
+
+def _skew(kernels: Mapping[str, Any], name: str, kv_heads: int) -> Line:
+    """As timed, with batches in proportion to the KV heads: it is blocks of threads, one a sequence and head, that fill the GPU."""
+    if not kernels.get("skew_kv_heads"):
+        return NO_SKEW
+    timed = line(kernels[name], "seqs", "share")
+    return Line(tuple(count * kernels["skew_kv_heads"] / kv_heads for count in timed.x), timed.y)
+
+
+def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu, *, stairs: bool) -> Grid:
     """Chunks over a context: as timed, or else from whole prompts. Then added (query, key) pairs cost what they do in the longest
     prompt, and more where the chunk's tiles leave multiprocessors idle.
     """
@@ -214,7 +239,8 @@ def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu) -> Grid:
     pair_s = (alone[-1] - alone[0]) / (chunks[-1] * (chunks[-1] + 1) / 2)
     rows = []
     for chunk, whole_s in zip(chunks, alone, strict=True):
-        busy = min(1.0, -(-chunk // TILE_ROWS) * heads / device.sm_count)
+        waves = -(-chunk // TILE) * heads / device.sm_count
+        busy = waves / ceil(waves) if stairs else min(1.0, waves)
         rows.append(tuple(whole_s + chunk * context * pair_s / busy for context in CONTEXTS))
     return Grid(tuple(map(float, chunks)), tuple(map(float, CONTEXTS)), tuple(rows))
 

@@ -55,7 +55,7 @@ def fitted_cost(
     kv_dtype = kv_cache_dtype if kv_cache_dtype != "auto" else computed
     if profile.kind == "model":
         _check_model_profile(profile, model, tensor_parallel_size, quantized, kv_dtype)
-        terms = model_terms(profile, **costs)
+        terms = model_terms(profile, model.num_layers, **costs)
     else:
         terms = composed_terms(
             profile,

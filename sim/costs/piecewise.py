@@ -73,6 +73,42 @@ class Grid:
         return tuple(max(0.0, low + share * (high - low)) for low, high in zip(self.z[i], self.z[i + 1], strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A function of several variables through the points of a grid: linear in each between knots, constant beyond the first and last."""
+
+    axes: tuple[tuple[float, ...], ...]
+    """Knots of each variable, at least two, ascending."""
+    values: tuple[float, ...]
+    """Values, the last variable fastest."""
+
+    def __post_init__(self) -> None:
+        size = 1
+        for knots in self.axes:
+            if len(knots) < 2:
+                raise ConfigError(f"an axis of a table needs two knots or more: {list(knots)}")
+            Line(knots, tuple(0.0 for _ in knots))
+            size *= len(knots)
+        if size != len(self.values):
+            raise ConfigError(f"a table with {size} knots has {len(self.values)} values")
+        Line(tuple(map(float, range(size))), self.values)
+
+    def __call__(self, *point: float) -> float:
+        """Value at `point`, one number a variable."""
+        corners = [(0, 1.0)]
+        for knots, x in zip(self.axes, point, strict=True):
+            i, share = locate(knots, x)
+            share = min(max(share, 0.0), 1.0)
+            width = len(knots)
+            corners = [
+                (place * width + i + step, weight * part)
+                for place, weight in corners
+                for step, part in ((0, 1.0 - share), (1, share))
+                if part
+            ]
+        return sum(weight * self.values[place] for place, weight in corners)
+
+
 def along(knots: Sequence[float], values: Sequence[float], x: float) -> float:
     """Value at `x` of the line through `(knots[i], values[i])`: constant before the first knot, never below 0."""
     if x <= knots[0] or len(knots) == 1:

@@ -11,6 +11,7 @@ term stays as it is: a stretch of steps is a few arithmetic progressions, one a 
 from __future__ import annotations
 
 from bisect import bisect_left
+from math import ceil
 from typing import Any
 
 from sim.core.clock import to_fs
@@ -29,7 +30,7 @@ class FittedProfile:
         self._lines: dict[int, tuple[int, IntegerLine, int]] = {}
         self._tokens_fs: dict[int, int] = {}
         self._rows_fs: dict[int, int] = {}
-        self._prefill_fs: dict[tuple[int, int], int] = {}
+        self._prefill_fs: dict[tuple[int, int], tuple[int, int]] = {}
         self._step_fs, self._seq_fs = to_fs(terms.step_s), to_fs(terms.seq_s)
         self._copy_fs, self._swap_fs = to_fs(terms.copy_block_s), to_fs(terms.swap_block_s)
         self._launch_fs, self._tile_fs = to_fs(terms.chunk_launch_s), to_fs(terms.mixed_tile_s)
@@ -60,6 +61,10 @@ class FittedProfile:
             + self._rows(shape.sampled_seqs)
             + self._attention(shape)
         )
+
+    def host_fs(self, sequences: int) -> int:
+        """The host's part of a step with so many sequences."""
+        return self._step_fs + self._seq_fs * sequences
 
     def decode_stretch(
         self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
@@ -100,24 +105,40 @@ class FittedProfile:
         """Attention of a step with prefill chunks, and decodes beside them."""
         seqs, context = shape.decode_seqs, shape.decode_context_tokens
         self._note(shape.num_tokens, seqs, context)
-        prefill_fs = self._prefill(shape.prefill)
+        chunks = shape.prefill
+        work_fs = self._prefill(chunks)
         if not seqs:
-            return prefill_fs
+            return self._launch_fs + work_fs
+        terms, mean = self.terms, context / seqs
         excess = _excess(seqs, context, shape.decode_max_context_tokens) / context
-        beside_fs = to_fs(self.terms.mixed(seqs, context / seqs) * (1.0 + self.terms.mixed_skew(seqs) * excess))
-        longest_chunk = max(tokens for tokens, _ in shape.prefill)
-        q = self.terms.overlap(seqs + sum(-(-tokens // TILE) for tokens, _ in shape.prefill))
-        longer, shorter = max(prefill_fs, beside_fs), min(prefill_fs, beside_fs)
+        beside_fs = to_fs(terms.mixed(seqs, mean) * (1.0 + terms.mixed_skew(seqs) * excess))
+        q = max(1.0, terms.overlap(seqs + sum(-(-tokens // TILE) for tokens, _ in chunks)))
+        longer, shorter = max(work_fs, beside_fs), min(work_fs, beside_fs)
         both_fs = longer + shorter if q == 1.0 else round(longer * (1.0 + (shorter / longer) ** q) ** (1.0 / q))
-        return both_fs + self._tile_fs * seqs * longest_chunk
+        both_fs += self._launch_fs + self._tile_fs * seqs * max(tokens for tokens, _ in chunks)
+        if terms.mixed_ratio is None:
+            return both_fs
+        tokens = sum(chunk for chunk, _ in chunks)
+        cached = sum(chunk * before for chunk, before in chunks) / tokens
+        return round(both_fs * terms.mixed_ratio(tokens, cached, seqs, mean))
 
     def _prefill(self, chunks: tuple[tuple[int, int], ...]) -> int:
-        total = 0
+        """Work of chunks in one call, its launch left out. Chunks that fit on the GPU together take the time of the longest."""
+        longest = filled = 0
         for chunk in chunks:
             if chunk not in self._prefill_fs:
-                self._prefill_fs[chunk] = to_fs(self.terms.prefill(*chunk))
-            total += self._prefill_fs[chunk]
-        return total - min(self._launch_fs * (len(chunks) - 1), total)
+                self._prefill_fs[chunk] = self._one_chunk(*chunk)
+            work_fs, share_fs = self._prefill_fs[chunk]
+            longest, filled = max(longest, work_fs), filled + share_fs
+        return max(longest, filled)
+
+    def _one_chunk(self, tokens: int, cached: int) -> tuple[int, int]:
+        """A chunk's work, and the part of it in which the GPU is full."""
+        work_fs = max(0, to_fs(self.terms.prefill(tokens, cached)) - self._launch_fs)
+        if not self.terms.wave_tiles:
+            return work_fs, work_fs
+        waves = -(-tokens // TILE) / self.terms.wave_tiles
+        return work_fs, round(work_fs * waves / ceil(waves))
 
     def _tokens(self, tokens: int) -> int:
         """Dense layers and collectives."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from sim.core.config import ConfigError
 
-from .piecewise import Grid, Line
+from .piecewise import Field, Grid, Line
 from .terms import StepTerms
 
 SCHEMA = "kvtwin-profile"
@@ -23,6 +23,7 @@ SCHEMA_VERSION = 1
 KINDS = ("model", "gpu")
 PROVENANCE_KEYS = ("source", "licence", "engine", "date", "command")
 """What a profile must say of its origin."""
+COLLECTIVES_PER_LAYER = 2
 _US = 1e-6
 
 
@@ -55,10 +56,13 @@ class ProfileFile:
             f"kernels known to {median:.1%} (median on held-out points); {error['end_to_end']}"
         )
 
-    def host_s(self) -> tuple[float, float]:
-        """Host time a step, and a sequence and step."""
+    def host_s(self, num_layers: int, ranks: int) -> tuple[float, float]:
+        """Host and launch time a step of a model, and a sequence and step: what was fitted, and the gaps between kernels if stated."""
         host = self.data["host"]
-        return float(host["step_us"]) * _US, float(host["seq_us"]) * _US
+        layer = float(host.get("kernels_per_layer", 0)) + (COLLECTIVES_PER_LAYER if ranks > 1 else 0)
+        kernels = float(host.get("kernels_per_step", 0)) + num_layers * layer
+        step_us = float(host["step_us"]) + kernels * float(host.get("kernel_gap_us", 0.0))
+        return step_us * _US, float(host["seq_us"]) * _US
 
 
 def read_profile(path: Path) -> ProfileFile:
@@ -106,13 +110,13 @@ def read_profile(path: Path) -> ProfileFile:
     )
 
 
-def model_terms(profile: ProfileFile, *, copy_block_s: float, swap_block_s: float) -> StepTerms:
-    """The terms of a `model` profile; the arguments are what no kernel table holds.
+def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, swap_block_s: float) -> StepTerms:
+    """The terms of a `model` profile; the times are what no kernel table holds.
 
     Raises: ConfigError for a missing or malformed term.
     """
     terms, limits = profile.data["terms"], profile.data["range"]
-    step_s, seq_s = profile.host_s()
+    step_s, seq_s = profile.host_s(num_layers, profile.tensor_parallel_size)
     try:
         return StepTerms(
             dense=line(terms["dense"], "tokens"),
@@ -122,6 +126,8 @@ def model_terms(profile: ProfileFile, *, copy_block_s: float, swap_block_s: floa
             decode=grid(terms["decode"], "seqs", "context"),
             mixed=grid(terms["mixed"], "seqs", "context"),
             overlap=line(terms["overlap"], "tiles", "exponent"),
+            mixed_ratio=ratio(terms.get("mixed_ratio")),
+            wave_tiles=float(terms.get("wave_tiles", 0.0)),
             mixed_tile_s=float(terms["mixed_tile_us"]) * _US,
             chunk_launch_s=float(terms["chunk_launch_us"]) * _US,
             decode_skew=line(terms["decode_skew"], "seqs", "share"),
@@ -149,3 +155,11 @@ def grid(table: Mapping[str, Any], x: str, y: str) -> Grid:
     """A table of times over `x` and `y`, in seconds."""
     rows = tuple(tuple(float(value) * _US for value in row) for row in table["us"])
     return Grid(tuple(map(float, table[x])), tuple(map(float, table[y])), rows)
+
+
+def ratio(table: Mapping[str, Any] | None) -> Field | None:
+    """The factor on steps with chunks and decodes, or None without one."""
+    if table is None:
+        return None
+    axes = tuple(tuple(map(float, table[name])) for name in ("tokens", "context", "seqs", "kv"))
+    return Field(axes, tuple(float(value) for row in table["ratio"] for value in row))

@@ -90,17 +90,16 @@ class Roofline:
     def step_fs(self, shape: BatchShape) -> int:
         """Duration of one step of this shape."""
         sequences = shape.decode_seqs + len(shape.prefill)
-        total = (
-            self._step_fs
-            + self._seq_fs * sequences
-            + self._copy_fs * shape.copied_blocks
-            + self._swap_fs * shape.swapped_blocks
-        )
+        total = self.host_fs(sequences) + self._copy_fs * shape.copied_blocks + self._swap_fs * shape.swapped_blocks
         if shape.num_tokens:
             total += self._layers(shape.num_tokens) + self._rows(shape.sampled_seqs)
             total += self._context_token_fs * shape.decode_context_tokens
             total += sum(self._prefill_attention_fs(tokens, context) for tokens, context in shape.prefill)
         return total
+
+    def host_fs(self, sequences: int) -> int:
+        """The host's part of a step with so many sequences."""
+        return self._step_fs + self._seq_fs * sequences
 
     def decode_stretch(
         self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0

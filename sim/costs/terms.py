@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .piecewise import Grid, Line
+from .piecewise import Field, Grid, Line
 
-TILE = 128
-"""Queries that a tile of the attention kernels holds."""
+TILE = 64
+"""Queries of one head that a tile of the attention kernels holds. **Source:** FlashAttention 2, heads of 128 over a paged KV."""
 NO_SKEW = Line((1.0,), (0.0,))
 """Contexts count by their mean."""
 NO_OVERLAP = Line((1.0,), (1.0,))
@@ -40,7 +40,13 @@ class StepTerms:
     is made for long queries: a decode costs more in it."""
     overlap: Line = NO_OVERLAP
     """Exponent q by tiles of queries in the call (one a decode, one a `TILE` tokens of chunk): prefill p and decodes d take
-    `(p^q + d^q)^(1/q)` together, from the longer of both (large q, an emptier GPU) to their sum (1)."""
+    `(p^q + d^q)^(1/q)` together beyond one launch, from the longer of both (large q, an emptier GPU) to their sum (1)."""
+    mixed_ratio: Field | None = None
+    """Factor on the attention of such a step, by tokens in chunks, their mean context, decodes and their mean KV length: what the
+    terms above leave unexplained. None: 1."""
+    wave_tiles: float = 0.0
+    """Tiles of one head that the GPU runs at once, its multiprocessors over the heads: chunks that fit together take the time of the
+    longest. 0: not known, chunks take their sum."""
     mixed_tile_s: float = 0.0
     """What each decode adds to such a step for every token of its longest chunk: the kernel's grid is (sequences x longest query)."""
     chunk_launch_s: float = 0.0

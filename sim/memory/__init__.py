@@ -1,7 +1,8 @@
 """The memory account: what an engine's GPU memory is spent on, and how many KV blocks that leaves."""
 
 from .build import build_ledger
+from .fit import NoRoomError
 from .ledger import Ledger, LedgerLine, blocks_for_tokens
 from .ops import Op, Peak
 
-__all__ = ["Ledger", "LedgerLine", "Op", "Peak", "blocks_for_tokens", "build_ledger"]
+__all__ = ["Ledger", "LedgerLine", "NoRoomError", "Op", "Peak", "blocks_for_tokens", "build_ledger"]

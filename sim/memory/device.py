@@ -28,6 +28,10 @@ class Holdings:
 
     tensors_bytes: int
     """Weights, buffers and graphs, and what leaks: PyTorch's, beside the KV pool and private pools."""
+    weights_bytes: int
+    """The part of it that are weights."""
+    graphs_bytes: int
+    """The part of it that CUDA graphs keep."""
     private_bytes: int
     """Free in the private pools of graphs: PyTorch counts it as allocated."""
     kv_pool_bytes: int
@@ -63,6 +67,7 @@ class Device:
         self._others = lines.get("other_processes", 0)
         self.workspace_bytes = sum(lines.get(name, 0) for name in _LEFT)
         """What the account leaves for steps: the budgeted peak, what nobody claimed inside and outside the budget, ends of segments."""
+        self._weights, self._graphs = lines.get("weights", 0), lines.get("cuda_graphs", 0)
         self._tensors = self.total_bytes - self._kv_pool - self._non_torch - self._others - self.workspace_bytes
 
     def block_bytes(self, num_blocks: int) -> int:
@@ -99,6 +104,8 @@ class Device:
         held = self.faults.held_bytes
         return Holdings(
             tensors_bytes=self._tensors + held("leak", time_fs),
+            weights_bytes=self._weights,
+            graphs_bytes=self._graphs,
             private_bytes=held("cuda_graphs", time_fs),
             kv_pool_bytes=self._kv_pool,
             stuck_bytes=held("fragmentation", time_fs),

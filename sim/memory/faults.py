@@ -31,9 +31,17 @@ NEEDS: dict[str, str] = {
     "kernel_fallback": "attention falls back to a kernel that writes out all scores",
 }
 """Kinds that make steps need more, and what each stands for."""
+STARTS: dict[str, str] = {
+    "loading": "while weights are loaded, copies of them in another format are held beside them",
+    "encoder": "start-up profiles a multimodal encoder with the largest inputs that the limits allow",
+    "graph_capture": "CUDA graphs take more than was estimated when they are captured",
+    "sampler_warm_up": "the engine runs its sampler once, with as many rows as it may ever get, before it serves",
+}
+"""Kinds that need memory while the engine starts, and what each stands for. All but the last say how much: `gib`."""
 BREAKS: dict[str, str] = {"double_release": "a block of a running request is given back a second time"}
 """Kinds that break an invariant; the pool refuses, and the run ends with its message."""
-KINDS = {**HOLDS, **NEEDS, **BREAKS}
+KINDS = {**HOLDS, **NEEDS, **STARTS, **BREAKS}
+_SIZED = {*HOLDS, *STARTS} - {"sampler_warm_up"}
 _EXTRA = {"prompt_logprobs": PROMPT_LOGPROBS, "kernel_fallback": PLAIN_ATTENTION}
 _KEYS = ("kind", "at_s", "until_s", "gib", "every_s")
 
@@ -73,8 +81,12 @@ class Fault:
         fault = cls(kind=str(kind), **{key: float(value) for key, value in numbers.items()})
         if math.isinf(fault.at_s) or math.isinf(fault.gib) or math.isinf(fault.every_s):
             raise ConfigError(f"{where}: only until_s may be infinite")
-        if (kind in HOLDS) != (fault.gib > 0):
-            right = "must say how much it takes" if kind in HOLDS else "takes no memory of its own: leave gib out"
+        if kind in STARTS and (fault.at_s or fault.every_s or not math.isinf(fault.until_s)):
+            raise ConfigError(
+                f"{where}: kind {kind} happens while the engine starts; leave at_s, until_s and every_s out"
+            )
+        if (kind in _SIZED) != (fault.gib > 0):
+            right = "must say how much it takes" if kind in _SIZED else "takes no memory of its own: leave gib out"
             raise ConfigError(f"{where}: kind {kind} has gib {fault.gib:g}; it {right}")
         if fault.until_s <= fault.at_s:
             raise ConfigError(f"{where}: until_s {fault.until_s:g} is not after at_s {fault.at_s:g}")
@@ -123,11 +135,16 @@ class Faults:
 
     def taken_bytes(self, time_fs: int) -> int:
         """What is missing from the workspace because of faults at a time."""
-        return sum(fault.held_bytes(time_fs) for fault in self.faults if fault.kind != "cached")
+        return sum(fault.held_bytes(time_fs) for fault in self.faults if fault.kind in HOLDS and fault.kind != "cached")
 
     def extra(self, time_fs: int) -> frozenset[str]:
         """Unprofiled work that steps starting at a time do."""
         return frozenset(_EXTRA[fault.kind] for fault in self.faults if fault.kind in NEEDS and fault.active(time_fs))
+
+    def starting_bytes(self, kind: str) -> int | None:
+        """What a kind of `STARTS` needs while the engine starts; 0 where it needs what it needs, None where it is not among the faults."""
+        found = [fault for fault in self.faults if fault.kind == kind]
+        return sum(round(fault.gib * GIB) for fault in found) if found else None
 
     def double_release_due(self, time_fs: int) -> bool:
         """Whether a block is to be given back twice."""

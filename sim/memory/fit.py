@@ -31,6 +31,10 @@ def poorest(accounts: Sequence[RankAccount]) -> RankAccount:
     return min(accounts, key=lambda account: (account.num_blocks, -account.used_bytes))
 
 
+class NoRoomError(ConfigError):
+    """Nothing of the budget is left for KV blocks: the engine does not start."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """One engine's settings and its poorest rank, to be asked what fits."""
@@ -105,7 +109,7 @@ class Fit:
             if account.num_blocks < 1:
                 raise ConfigError(f"{order} is less than one block of {account.layout.block_bytes} bytes")
         if account.num_blocks < 1:
-            raise ConfigError(
+            raise NoRoomError(
                 f"{self.model.name} on {self.gpu.name}: {account.summary} exceed "
                 f"{self.settings.gpu_memory_utilization:g} x {self.gpu.total_gib:.2f} GiB = "
                 f"{account.budget_bytes / GIB:.2f} GiB: no memory is left for KV blocks; "

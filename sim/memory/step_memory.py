@@ -118,6 +118,10 @@ class StepMemory:
         """The same, operator by operator, in the order in which they are asked for. For the last of `steps` steps."""
         return max(self._peaks(shape, steps, extra), key=lambda peak: peak.bytes)
 
+    def phases(self, shape: BatchShape, extra: frozenset[str] = _NOTHING) -> list[Peak]:
+        """Every phase of a step, operator by operator."""
+        return self._peaks(shape, 1, extra)
+
     def _price(self, tokens: int, rows: int, decode_seqs: int, logprobs: int) -> Need:
         most, phase = 0, "decode"
         for demand in self.demands:

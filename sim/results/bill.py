@@ -55,21 +55,21 @@ class Bill:
         return self.held_fs - self.saved_fs
 
 
-def bill_of(request: Request, block_size: int) -> Bill:
-    """The bill of a request that has ended."""
+def bill_of(request: Request, slots_per_block: int) -> Bill:
+    """The bill of a request that has ended; `slots_per_block` as `EngineConfig.slots_per_block`."""
     return Bill(
         held_fs=request.kv_block_fs,
         shared_fs=sum(request.shared_fs.values()),
         saved_fs=sum(
             (Fraction(time_fs * (holders - 1), holders) for holders, time_fs in request.shared_fs.items()), _NOTHING
         ),
-        unfilled_slot_fs=request.kv_block_fs * block_size - request.token_fs,
+        unfilled_slot_fs=request.kv_block_fs * slots_per_block - request.token_fs,
     )
 
 
-def bill_columns(requests: Sequence[Request], block_size: int, block_bytes: int) -> dict[str, list[Any]]:
+def bill_columns(requests: Sequence[Request], slots_per_block: int, block_bytes: int) -> dict[str, list[Any]]:
     """The columns of bill.csv, one value a request. `block_bytes` are those of one block on one rank."""
-    bills = [bill_of(request, block_size) for request in requests]
+    bills = [bill_of(request, slots_per_block) for request in requests]
     gib = block_bytes / GIB
     owed_fs = [bill.owed_fs for bill in bills]
     owed_s = [owed.numerator / (owed.denominator * FS_PER_S) for owed in owed_fs]
@@ -81,8 +81,10 @@ def bill_columns(requests: Sequence[Request], block_size: int, block_bytes: int)
         "held_block_seconds": [bill.held_fs / FS_PER_S for bill in bills],
         "shared_block_seconds": [bill.shared_fs / FS_PER_S for bill in bills],
         "saved_block_seconds": [bill.saved_fs.numerator / (bill.saved_fs.denominator * FS_PER_S) for bill in bills],
-        "wasted_block_seconds": [bill.unfilled_slot_fs / (block_size * FS_PER_S) for bill in bills],
-        "waste_share": [bill.unfilled_slot_fs / (bill.held_fs * block_size) if bill.held_fs else 0.0 for bill in bills],
+        "wasted_block_seconds": [bill.unfilled_slot_fs / (slots_per_block * FS_PER_S) for bill in bills],
+        "waste_share": [
+            bill.unfilled_slot_fs / (bill.held_fs * slots_per_block) if bill.held_fs else 0.0 for bill in bills
+        ],
         "peak_blocks": [request.peak_blocks for request in requests],
         "peak_gib": [request.peak_blocks * gib for request in requests],
         "kv_block_fs": [str(owed) for owed in owed_fs],

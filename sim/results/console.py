@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .report_answers import Answer, answer
-from .report_format import count, figure, number, plural, seconds, share, statistic
+from .report_format import count, figure, gib, number, plural, seconds, share, statistic
 from .report_tables import scenario_facts
 
 if TYPE_CHECKING:
@@ -106,9 +106,24 @@ def _fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     end = get("kv_blocks_at_end")
     if isinstance(end, Mapping):
         rows.append(("Blocks at end", ", ".join(f"{count(value)} {name}" for name, value in end.items())))
+    rows += _memory_rows(summary)
     simulated, wall = get("simulated_time_s"), number(get("wall_time_s"))
     took = "" if wall is None else f", computed in {seconds(wall)}"
     rows.append(("Simulated", f"{seconds(simulated)} in {plural(int(get('engine_steps') or 0), 'engine step')}{took}"))
+    return rows
+
+
+def _memory_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The widest step, the tightest moment, and what did not fit by line; nothing where no device is known."""
+    peak, least = number(summary.get("peak_workspace_bytes")), number(summary.get("min_headroom_bytes"))
+    if peak is None or least is None:
+        return []
+    room = f"at least {gib(least)} free" if least >= 0 else f"{gib(-least)} missing at the tightest step"
+    rows = [("Step memory", f"widest step {gib(peak)}, {room}")]
+    failed = summary.get("oom_by_line") or {}
+    if failed:
+        lines = ", ".join(f"{line} ({count(steps)})" for line, steps in failed.items())
+        rows.append(("Out of memory", f"{plural(sum(failed.values()), 'step')}: {lines}"))
     return rows
 
 

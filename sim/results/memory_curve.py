@@ -8,6 +8,7 @@ tensors are gone: what they need at their widest is `workspace_bytes`, and the a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from sim.core.clock import FS_PER_S
@@ -23,6 +24,9 @@ MEMORY_COLUMNS: dict[str, str] = {
     "total_bytes": "int",
     "active_sequences": "int",
     "tokens": "int",
+    "batch_tokens": "int",
+    "prefill_tokens": "int",
+    "decode_sequences": "int",
     "phase": "text",
     "workspace_bytes": "int",
     "workspace_phase": "text",
@@ -30,15 +34,18 @@ MEMORY_COLUMNS: dict[str, str] = {
     "kv_used_bytes": "int",
     "kv_free_bytes": "int",
     "tensors_bytes": "int",
+    "weights_bytes": "int",
+    "cuda_graphs_bytes": "int",
     "non_torch_bytes": "int",
     "other_processes_bytes": "int",
     "replica": "int",
 }
 """Columns of memory.csv, in order; bytes of one rank. A row is the end of an interval of steps of equal composition (a row of
 timeline.csv), or the beginning or end of an idle time (`phase` idle). `allocated_bytes` are tensors that live between steps,
-`reserved_bytes` what PyTorch holds, `in_use_bytes` the whole process; `tokens` are those in block tables. `workspace_bytes` is the
-most that a step of the interval needed for temporary tensors, in `workspace_phase`; `headroom_bytes` is the least that a step left,
-negative when that much was missing."""
+`reserved_bytes` what PyTorch holds, `in_use_bytes` the whole process; `tokens` are those in block tables, `batch_tokens` those of a
+step: its `prefill_tokens` and one for each of its `decode_sequences`. `workspace_bytes` is the most that a step of the interval
+needed for temporary tensors, in `workspace_phase`; `headroom_bytes` is the least that a step left, negative when that much was
+missing. `weights_bytes` and `cuda_graphs_bytes` are parts of `tensors_bytes`. Each replica has rows of its own."""
 
 
 def tightest(record: RunRecord) -> Recorder | None:
@@ -48,16 +55,16 @@ def tightest(record: RunRecord) -> Recorder | None:
 
 
 def memory_columns(record: RunRecord) -> dict[str, list[Any]]:
-    """The curve of the tightest replica; no columns when no device is known."""
-    recorder = tightest(record)
-    if recorder is None or recorder.memory is None:
+    """The curves of all replicas, by time and replica; no columns when no device is known."""
+    known = [(recorder, recorder.memory) for recorder in record.recorders if recorder.memory is not None]
+    if not known:
         return {}
-    columns: dict[str, list[Any]] = {name: [] for name in MEMORY_COLUMNS}
-    appends = [column.append for column in columns.values()]
-    for sample in _samples(recorder, recorder.memory):
-        for append, value in zip(appends, sample, strict=True):
-            append(value)
-    return columns
+    # Stable: rows of one replica at one moment keep their order.
+    rows = sorted((row for recorder, memory in known for row in _samples(recorder, memory)), key=_TIME_AND_REPLICA)
+    return {name: list(column) for name, column in zip(MEMORY_COLUMNS, zip(*rows, strict=True), strict=True)}
+
+
+_TIME_AND_REPLICA = itemgetter(0, -1)
 
 
 def _least_headroom(recorder: Recorder) -> tuple[int, int]:
@@ -74,7 +81,7 @@ def _samples(recorder: Recorder, memory: MemoryRecord) -> Iterator[tuple[Any, ..
     def sample(time_fs: int, row: Row | None) -> tuple[Any, ...]:
         nonlocal kept
         held = steady or device.at(time_fs)
-        used = running = tokens = workspace = 0
+        used = running = tokens = workspace = prefill = decode = 0
         widest, phase, headroom = "", "idle", held.left_bytes
         if row is not None and row.memory is not None:
             memory = row.memory
@@ -84,6 +91,7 @@ def _samples(recorder: Recorder, memory: MemoryRecord) -> Iterator[tuple[Any, ..
                 memory.tokens,
                 memory.workspace_bytes,
             )
+            prefill, decode = row.prefill_tokens // row.steps, row.decode_tokens // row.steps
             widest, phase, headroom = memory.phase, "prefill" if row.prefill_tokens else "decode", memory.headroom_bytes
             if workspace > kept:
                 kept = max(kept, min(workspace, held.left_bytes))
@@ -97,6 +105,9 @@ def _samples(recorder: Recorder, memory: MemoryRecord) -> Iterator[tuple[Any, ..
             total,
             running,
             tokens,
+            prefill + decode,
+            prefill,
+            decode,
             phase,
             workspace,
             widest,
@@ -104,6 +115,8 @@ def _samples(recorder: Recorder, memory: MemoryRecord) -> Iterator[tuple[Any, ..
             used,
             held.kv_pool_bytes - used,
             tensors,
+            held.weights_bytes,
+            held.graphs_bytes + held.private_bytes,
             held.non_torch_bytes,
             held.others_bytes,
             replica,

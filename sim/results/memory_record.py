@@ -77,7 +77,8 @@ class MemoryRecord:
                 row.workspace_bytes, row.phase = need.bytes, need.phase
             if headroom < row.headroom_bytes:
                 row.headroom_bytes = headroom
-        row.tokens = committed.written_tokens + max(committed.computed - 1, 0) * shape.decode_seqs
+        later = max(committed.computed - 1, 0) * committed.written_per_step
+        row.tokens = committed.written_tokens - committed.emptied_slots[-1] + later
         if result.oom is not None:
             self._failed(plan, result, committed)
         return row

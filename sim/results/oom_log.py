@@ -13,7 +13,7 @@ from typing import Any
 from sim.catalog.gpus import GIB
 from sim.core.clock import to_s
 from sim.memory.device import Device
-from sim.memory.rounding import MIB
+from sim.memory.rounding import MIB, SEGMENT_GRAIN_BYTES
 
 from .memory_curve import tightest
 from .memory_record import OomEvent
@@ -23,6 +23,8 @@ MOST_MESSAGES = 20
 """Failed steps that are written out; the rest are counted."""
 OTHER_PROCESS = 4242
 """Process number under which the message lists what other processes hold."""
+_PIECE_BYTES, _PIN_BYTES = 16 * MIB, 2 * MIB
+"""What lies stuck in the allocator: segments of so much, each behind a tensor of so much."""
 _CALLS = {
     "prefill": ("execute_model", "prefill_forward"),
     "decode": ("execute_model", "forward_decode"),
@@ -52,7 +54,7 @@ def oom_log(record: RunRecord, settings: Mapping[str, Any]) -> str:
     if recorder is None or recorder.memory is None or not recorder.memory.ooms:
         return ""
     device, ooms = recorder.memory.device, recorder.memory.ooms
-    lines = _start(device, settings)
+    lines = start_lines(device, settings)
     for event in ooms[:MOST_MESSAGES]:
         lines += _failure(recorder, device, event)
     if len(ooms) > MOST_MESSAGES:
@@ -68,13 +70,14 @@ def oom_snapshot(record: RunRecord) -> dict[str, Any] | None:
     event, device = recorder.memory.ooms[0], recorder.memory.device
     held = device.at(event.start_fs)
     alive = held.left_bytes - event.report.free_bytes
+    pieces, pins = _pieces(held.stuck_bytes)
     segments = [
-        _segment(held.tensors_bytes, "active_allocated"),
+        _segment(held.tensors_bytes - pins, "active_allocated"),
         _segment(held.kv_pool_bytes, "active_allocated"),
         _segment(max(0, alive), "active_allocated"),
         _segment(held.private_bytes, "inactive", pool=(0, 1)),
         _segment(held.pending_bytes, "active_pending_free"),
-        *_pieces(held.stuck_bytes),
+        *pieces,
     ]
     address, placed = 1 << 32, []
     for segment in (segment for segment in segments if segment["total_size"]):
@@ -92,7 +95,8 @@ def oom_snapshot(record: RunRecord) -> dict[str, Any] | None:
     return {"segments": placed, "device_traces": [[history]]}
 
 
-def _start(device: Device, settings: Mapping[str, Any]) -> list[str]:
+def start_lines(device: Device, settings: Mapping[str, Any]) -> list[str]:
+    """What an engine prints of its memory while it starts, in vLLM's words; its arguments first."""
     ledger = device.ledger
     shown = ", ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
     graphs = [line for line in ledger.lines if line.name == "cuda_graphs" and line.bytes]
@@ -129,51 +133,76 @@ def _message(device: Device, event: OomEvent) -> str:
     alive = max(0, held.left_bytes - report.free_bytes)
     allocated = held.tensors_bytes + held.kv_pool_bytes + held.private_bytes + alive
     unallocated = held.stuck_bytes + held.pending_bytes
-    others = f"Process {OTHER_PROCESS} has {size_text(held.others_bytes)} memory in use. " if held.others_bytes else ""
-    pools = (
-        f"with {size_text(held.private_bytes)} allocated in private pools (e.g., CUDA Graphs), "
-        if held.private_bytes
-        else ""
+    return torch_message(
+        tried_bytes=report.requested_bytes,
+        total_bytes=device.total_bytes,
+        free_bytes=report.free_bytes,
+        allocated_bytes=allocated,
+        unallocated_bytes=unallocated,
+        non_torch_bytes=held.non_torch_bytes,
+        others_bytes=held.others_bytes,
+        private_bytes=held.private_bytes,
     )
+
+
+def torch_message(
+    *,
+    tried_bytes: int,
+    total_bytes: int,
+    free_bytes: int,
+    allocated_bytes: int,
+    unallocated_bytes: int,
+    non_torch_bytes: int,
+    others_bytes: int,
+    private_bytes: int,
+) -> str:
+    """The message of PyTorch's allocator with these figures. **Source:** c10/cuda/CUDACachingAllocator.cpp, 2.2 and later."""
+    others = f"Process {OTHER_PROCESS} has {size_text(others_bytes)} memory in use. " if others_bytes else ""
+    pools = f"with {size_text(private_bytes)} allocated in private pools (e.g., CUDA Graphs), " if private_bytes else ""
     return (
-        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size_text(report.requested_bytes)}. GPU 0 has a total "
-        f"capacity of {size_text(device.total_bytes)} of which {size_text(report.free_bytes)} is free. {others}Including "
-        f"non-PyTorch memory, this process has {size_text(allocated + unallocated + held.non_torch_bytes)} memory in use. Of the "
-        f"allocated memory {size_text(allocated)} is allocated by PyTorch, {pools}and {size_text(unallocated)} is reserved by "
-        "PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size_text(tried_bytes)}. GPU 0 has a total "
+        f"capacity of {size_text(total_bytes)} of which {size_text(free_bytes)} is free. {others}Including "
+        f"non-PyTorch memory, this process has {size_text(allocated_bytes + unallocated_bytes + non_torch_bytes)} memory in use. Of "
+        f"the allocated memory {size_text(allocated_bytes)} is allocated by PyTorch, {pools}and {size_text(unallocated_bytes)} is "
+        "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
         "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
     )
 
 
 def _segment(size: int, state: str, pool: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """A segment of one block; whole segments of 2 MiB, as the allocator asks for them."""
+    size = size // SEGMENT_GRAIN_BYTES * SEGMENT_GRAIN_BYTES
     used = size if state != "inactive" else 0
+    block = {"size": size, "requested_size": used, "state": state, "frames": []}
+    return _segment_of([block], allocated=used if state == "active_allocated" else 0, active=used, pool=pool)
+
+
+def _segment_of(
+    blocks: list[dict[str, Any]], *, allocated: int, active: int, pool: tuple[int, int] = (0, 0)
+) -> dict[str, Any]:
     return {
         "device": 0,
-        "total_size": size,
-        "allocated_size": used if state == "active_allocated" else 0,
-        "active_size": used,
-        "requested_size": used,
+        "total_size": sum(block["size"] for block in blocks),
+        "allocated_size": allocated,
+        "active_size": active,
+        "requested_size": active,
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": pool,
         "is_expandable": False,
         "frames": [],
-        "blocks": [{"size": size, "requested_size": used, "state": state, "frames": []}],
+        "blocks": blocks,
     }
 
 
-def _pieces(stuck_bytes: int) -> list[dict[str, Any]]:
-    """Memory in pieces of at most 16 MiB, each behind a tensor of 512 bytes that pins its segment."""
-    pieces = []
-    while stuck_bytes > 0:
-        piece = min(stuck_bytes, 16 * MIB)
-        segment = _segment(piece + 512, "inactive")
-        pin = {"size": 512, "requested_size": 512, "state": "active_allocated", "frames": []}
-        segment["blocks"] = [pin, {"size": piece, "requested_size": 0, "state": "inactive", "frames": []}]
-        segment |= {"allocated_size": 512, "active_size": 512, "requested_size": 512}
-        pieces.append(segment)
-        stuck_bytes -= piece
-    return pieces
+def _pieces(stuck_bytes: int) -> tuple[list[dict[str, Any]], int]:
+    """Segments of 16 MiB, each with a tensor of 2 MiB that keeps the other 14 from going back; and the bytes of those tensors."""
+    pieces, free = [], _PIECE_BYTES - _PIN_BYTES
+    for _ in range(stuck_bytes // free):
+        pin = {"size": _PIN_BYTES, "requested_size": _PIN_BYTES, "state": "active_allocated", "frames": []}
+        rest = {"size": free, "requested_size": 0, "state": "inactive", "frames": []}
+        pieces.append(_segment_of([pin, rest], allocated=_PIN_BYTES, active=_PIN_BYTES))
+    return pieces, len(pieces) * _PIN_BYTES
 
 
 def _placed(blocks: list[dict[str, Any]], address: int) -> list[dict[str, Any]]:

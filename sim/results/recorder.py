@@ -182,7 +182,7 @@ class Recorder:
         self._in_system, self._in_system_since_fs = now_in_system, now_fs
 
     def _integrate(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
-        integrals, durations, seqs = self.integrals, result.durations, plan.shape.decode_seqs
+        integrals, durations, more = self.integrals, result.durations, committed.written_per_step
         # A step that ran out of memory writes nothing: it has the tokens of the step before it.
         failed = result.steps - 1 if result.oom is not None and committed.computed else None
         start_fs = start_moment_fs = 0
@@ -192,12 +192,12 @@ class Recorder:
             if failed is not None and next_step > failed:
                 end_moment_fs -= end_fs - durations.before_fs(failed)
             span_fs = end_fs - start_fs
-            slots = committed.table_slots[index]
-            written_fs = committed.written_tokens * span_fs + seqs * (end_moment_fs - start_moment_fs)
+            slots, written = committed.table_slots[index], committed.written_tokens - committed.emptied_slots[index]
+            written_fs = written * span_fs + more * (end_moment_fs - start_moment_fs)
             integrals.time_by_used_blocks[used] = integrals.time_by_used_blocks.get(used, 0) + span_fs
             integrals.table_slots += slots * span_fs
             integrals.unfilled_slots += slots * span_fs - written_fs
-            unfilled = (slots - committed.written_tokens - seqs * (step - (step == failed))) / slots
+            unfilled = (slots - written - more * (step - (step == failed))) / slots
             integrals.worst_unfilled = max(integrals.worst_unfilled, unfilled)
             start_fs, start_moment_fs = end_fs, end_moment_fs
 

@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from .report_answers import answer
+from .report_device import device_figure, device_note
 from .report_figures import LATENCIES, class_figure, finished_values, latency_figure, objectives
 from .report_format import count, escape, plural, seconds
 from .report_layout import Figure
@@ -89,7 +90,12 @@ def _latency_section(result: Result, figures: dict[str, Figure]) -> str:
 
 
 def _time_section(result: Result, figures: dict[str, Figure]) -> str:
-    drawn = {"memory": memory_figure(result), "queue": queue_figure(result), "batch": batch_figure(result)}
+    drawn = {
+        "memory": memory_figure(result),
+        "queue": queue_figure(result),
+        "batch": batch_figure(result),
+        "device": device_figure(result),
+    }
     shown = {name: value for name, value in drawn.items() if value is not None}
     if not shown:
         return '<section class="card"><h2>Over time</h2><p class="soft">The engine never ran a step.</p></section>'
@@ -108,11 +114,16 @@ def _time_section(result: Result, figures: dict[str, Figure]) -> str:
             "A waiting line that keeps climbing means the load is above capacity.",
         ),
         "batch": ("Batch", "Tokens computed in a step: prompts (prefill) and generation (decode)."),
+        "device": (
+            "GPU memory, line by line",
+            "What each line of the account holds; the dashed line is the GPU's memory.",
+        ),
     }
     parts = "".join(
         f'<h3 style="margin-top:1rem">{titles[name][0]}</h3><p class="soft small">{titles[name][1]}</p>{_plot(name)}'
         for name in shown
     )
+    parts += device_note(result) if "device" in shown else ""
     return f'<section class="card"><h2>Over time</h2><p class="soft small">{escape(note)}</p>{parts}</section>'
 
 

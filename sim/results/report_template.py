@@ -63,7 +63,7 @@ dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.45rem}}
 SCRIPT = """
 (function () {
   var figures = JSON.parse(document.getElementById('figures').textContent);
-  var linked = ['memory', 'queue', 'batch'].filter(function (name) { return figures[name]; });
+  var linked = ['memory', 'queue', 'batch', 'device'].filter(function (name) { return figures[name]; });
   var config = {responsive: true, displaylogo: false, displayModeBar: 'hover',
     modeBarButtons: [['zoom2d', 'pan2d', 'resetScale2d', 'toImage']]};
   Object.keys(figures).forEach(function (name) {

@@ -35,12 +35,12 @@ def memory_figure(result: Result) -> Figure | None:
     names = ("used_blocks", "cached_blocks", "quarantined_blocks")
     used, cached, quarantined = (envelope(level(table, name, edges, idle="hold"), edges) for name in names)
     pool = _pool(table, result.summary)
-    divide, unit = _time_unit(edges)
-    time = _edge_times(used, divide)
+    divide, unit = time_unit(edges)
+    time = edge_times(used, divide)
 
     def area(name: str, values: Array, colour: str) -> Figure:
         return {
-            "x": time, "y": _edge_values(values / pool * 100), "name": name, "stackgroup": "pool", "mode": "lines",
+            "x": time, "y": edge_values(values / pool * 100), "name": name, "stackgroup": "pool", "mode": "lines",
             "line": {"width": 0, "shape": "hv"}, "fillcolor": colour, "hovertemplate": f"{name} %{{y:.1f}} %<extra></extra>",
         }  # fmt: skip
 
@@ -54,13 +54,13 @@ def memory_figure(result: Result) -> Figure | None:
     rest = pool - used.mean - np.minimum(cached.mean, pool - used.mean - quarantined.mean) - quarantined.mean
     traces.append(area("free", rest, "rgba(227,232,239,0.55)"))
     traces.append({
-        "x": time, "y": _edge_values(used.high / pool * 100), "name": "used, peak", "mode": "lines",
+        "x": time, "y": edge_values(used.high / pool * 100), "name": "used, peak", "mode": "lines",
         "line": {"color": INK, "width": 1, "shape": "hv"}, "hovertemplate": "used, peak %{y:.1f} %<extra></extra>",
     })  # fmt: skip
     marks = _marks(result, edges, divide, unit)
     ceiling = 104 + 7 * len(marks)
     yaxis = {"title": {"text": "% of KV blocks"}, "range": [0, ceiling], "tickvals": [0, 25, 50, 75, 100]}
-    layout = base_layout(330, xaxis=_time_axis(edges, divide, unit), yaxis=yaxis) | {"hovermode": "x unified"}
+    layout = base_layout(330, xaxis=time_axis(edges, divide, unit), yaxis=yaxis) | {"hovermode": "x unified"}
     return {"data": traces + marks, "layout": layout}
 
 
@@ -96,14 +96,14 @@ def queue_figure(result: Result) -> Figure | None:
     edges = spans(table)
     if edges.size == 0:
         return None
-    divide, unit = _time_unit(edges)
+    divide, unit = time_unit(edges)
     traces: list[Figure] = []
     for name, colour, band in (("running", BLUE, "rgba(0,114,178,0.18)"), ("waiting", ORANGE, "rgba(230,159,0,0.25)")):
         traces += _band(name, envelope(level(table, name, edges, idle="zero"), edges), divide, colour, band)
     slots = engine_setting(result.scenario, "max_num_seqs") * len(np.unique(table["replica"]))
     highest = max(traces[1]["y"])  # the upper edge of the band of running requests
     layout = base_layout(
-        240, xaxis=_time_axis(edges, divide, unit), yaxis={"title": {"text": "requests"}, "rangemode": "tozero"}
+        240, xaxis=time_axis(edges, divide, unit), yaxis={"title": {"text": "requests"}, "rangemode": "tozero"}
     )
     if slots <= 1.5 * highest:  # a limit far above what happened would only flatten the picture
         layout |= limit_across(slots, f"max_num_seqs {count(slots)}")
@@ -119,7 +119,7 @@ def batch_figure(result: Result) -> Figure | None:
     edges = spans(table)
     if edges.size == 0:
         return None
-    divide, unit = _time_unit(edges)
+    divide, unit = time_unit(edges)
     steps = np.maximum(table["steps"], 1)
     traces: list[Figure] = []
     highest: dict[str, float] = {}
@@ -128,19 +128,19 @@ def batch_figure(result: Result) -> Figure | None:
             level(table | {"tokens": table[f"{name}_tokens"] / steps}, "tokens", edges, idle="zero"), edges
         )
         highest[name] = float(values.high.max())
-        shared: Figure = {"x": _edge_times(values, divide), "yaxis": axis, "mode": "lines"}
+        shared: Figure = {"x": edge_times(values, divide), "yaxis": axis, "mode": "lines"}
         traces.append(shared | {
-            "y": _edge_values(values.mean), "name": name, "fill": "tozeroy", "fillcolor": colour,
+            "y": edge_values(values.mean), "name": name, "fill": "tozeroy", "fillcolor": colour,
             "line": {"width": 0, "shape": "hv"}, "hovertemplate": f"{name} %{{y:,.4~g}}<extra></extra>",
         })  # fmt: skip
         traces.append(shared | {
-            "y": _edge_values(values.high), "name": f"{name}, largest step", "showlegend": False,
+            "y": edge_values(values.high), "name": f"{name}, largest step", "showlegend": False,
             "line": {"color": INK, "width": 0.8, "shape": "hv"}, "hovertemplate": f"{name}, largest step %{{y:,.4~g}}<extra></extra>",
         })  # fmt: skip
     budget = engine_setting(result.scenario, "max_num_batched_tokens") * len(np.unique(table["replica"]))
     upper: Figure = {"title": {"text": "prefill tokens"}, "rangemode": "tozero", "domain": [0.5, 1], "nticks": 4}
     lower: Figure = {"title": {"text": "decode tokens"}, "rangemode": "tozero", "domain": [0, 0.4], "nticks": 4}
-    layout = base_layout(320, xaxis=_time_axis(edges, divide, unit), yaxis=upper)
+    layout = base_layout(320, xaxis=time_axis(edges, divide, unit), yaxis=upper)
     layout["yaxis2"] = {**layout["yaxis"], **lower}
     layout["xaxis"]["anchor"] = "y2"
     if budget <= 1.5 * highest["prefill"]:
@@ -149,7 +149,7 @@ def batch_figure(result: Result) -> Figure | None:
 
 
 def _band(name: str, values: Envelope, divide: float, colour: str, band: str) -> list[Figure]:
-    time = _edge_times(values, divide)
+    time = edge_times(values, divide)
     edge: Figure = {
         "x": time,
         "mode": "lines",
@@ -158,23 +158,24 @@ def _band(name: str, values: Envelope, divide: float, colour: str, band: str) ->
         "showlegend": False,
     }
     mean: Figure = {
-        "x": time, "y": _edge_values(values.mean), "name": name, "mode": "lines", "line": {"color": colour, "width": 1.5, "shape": "hv"},
+        "x": time, "y": edge_values(values.mean), "name": name, "mode": "lines", "line": {"color": colour, "width": 1.5, "shape": "hv"},
         "customdata": np.column_stack((np.append(values.low, values.low[-1]), np.append(values.high, values.high[-1]))).tolist(),
         "hovertemplate": f"{name} %{{y:,.1f}} (%{{customdata[0]:,}} to %{{customdata[1]:,}})<extra></extra>",
     }  # fmt: skip
     return [
-        edge | {"y": _edge_values(values.low)},
-        edge | {"y": _edge_values(values.high), "fill": "tonexty", "fillcolor": band},
+        edge | {"y": edge_values(values.low)},
+        edge | {"y": edge_values(values.high), "fill": "tonexty", "fillcolor": band},
         mean,
     ]
 
 
-def _edge_times(values: Envelope, divide: float) -> list[float]:
+def edge_times(values: Envelope, divide: float) -> list[float]:
     """Starts of the spans and the end of the last: a step drawn `hv` needs its last value twice."""
     return rounded(np.append(values.start_s, values.end_s) / divide, 7)
 
 
-def _edge_values(values: Array) -> list[float]:
+def edge_values(values: Array) -> list[float]:
+    """Values of the spans, the last one twice, for `edge_times`."""
     return rounded(np.append(values, values[-1]))
 
 
@@ -187,7 +188,7 @@ def _pool(table: Mapping[str, Array], summary: Mapping[str, Any]) -> float:
     return own * len(np.unique(table["replica"]))
 
 
-def _time_unit(edges: Array) -> tuple[float, str]:
+def time_unit(edges: Array) -> tuple[float, str]:
     """Divisor and name of the unit a run's time axis is best read in."""
     length = float(edges[-1])
     if length < 1:
@@ -197,7 +198,8 @@ def _time_unit(edges: Array) -> tuple[float, str]:
     return (60.0, "min") if length < 6 * 3600 else (3600.0, "h")
 
 
-def _time_axis(edges: Array, divide: float, unit: str) -> Figure:
+def time_axis(edges: Array, divide: float, unit: str) -> Figure:
+    """The axis of simulated time that the figures share."""
     title = {"text": f"simulated time ({unit})"}
     return {
         "title": title,

@@ -168,7 +168,7 @@ class Result:
 
     @cached_property
     def memory(self) -> pd.DataFrame:
-        """The memory of the tightest replica over time, the columns of memory.csv in their order."""
+        """The memory of every replica over time, the columns of memory.csv in their order."""
         return _frame(self.memory_columns, MEMORY_COLUMNS)
 
     @cached_property

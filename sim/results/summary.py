@@ -100,6 +100,7 @@ def summarize(
         "num_preemptions": sum(request.num_preemptions for request in requests),
         "max_preemptions_per_request": max((request.num_preemptions for request in requests), default=0),
         "recomputed_tokens": sum(request.recomputed_tokens for request in requests),
+        "discarded_tokens": sum(recorder.core.discarded_tokens for recorder in recorders),
         "swapped_out_blocks": sum(recorder.core.swapped_out_blocks for recorder in recorders),
         "swapped_in_blocks": sum(recorder.core.swapped_in_blocks for recorder in recorders),
         "prefix_hit_rate": hit / queried if queried else 0.0,

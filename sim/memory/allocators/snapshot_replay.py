@@ -9,6 +9,7 @@ from typing import Literal
 from .caching import CachingAllocator
 from .caching_blocks import DeviceMemory
 from .caching_settings import CachingSettings, parse_alloc_conf
+from .events import DEFAULT_POOL
 from .replay import Replay, replay
 from .snapshot import Snapshot, SnapshotEntry, SnapshotSegment, parse_snapshot
 from .snapshot_log import log_of, start_events
@@ -131,6 +132,9 @@ def replay_snapshot(
         circumstances=Circumstances(settings=recorded_settings, capacity_bytes=_capacity(memory, recorded_settings)),
     )
     used = recorded_settings if settings is None else settings
+    if start_with == "anew" and (idle := _private_idle_bytes(start)):
+        memory = replace(memory, non_torch_bytes=memory.non_torch_bytes + idle)
+        notes.append(f"{idle} B lie free in private pools of the beginning, and stay theirs under other settings")
     allocator = CachingAllocator(memory, used)
     if start_with == "recorded":
         alive = restore(allocator, start)
@@ -172,6 +176,15 @@ def totals(segments: Sequence[SnapshotSegment]) -> Totals:
         largest_free_bytes=max((block.size_bytes for block in blocks if not block.is_active), default=0),
         num_segments=len(segments),
         segment_bytes=tuple(sorted(segment.total_bytes for segment in segments)),
+    )
+
+
+def _private_idle_bytes(start: StartState) -> int:
+    """What lies free in the private pools of CUDA graphs when the history begins: a pool keeps its size while its graphs live."""
+    return sum(
+        segment.size_bytes - sum(block.size_bytes or block.requested_bytes for block in segment.blocks)
+        for segment in start.segments
+        if segment.pool_id != DEFAULT_POOL
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .arena import ArenaAllocator
+from .base import Allocator
 from .buddy import Buddy
+from .caching import CachingAllocator
+from .caching_blocks import DeviceMemory
 from .fitting import BestFit, Contiguous
 from .kv_log import KvScheme, KvSpan, kv_log
 from .paged import PagedPool
@@ -55,11 +57,16 @@ def compare_holdings(
     """
     block_bytes = block_size * bytes_per_token
     grain = bytes_per_token
-    ways: list[tuple[str, KvScheme, Callable[[], ArenaAllocator]]] = [
+    ways: list[tuple[str, KvScheme, Callable[[], Allocator]]] = [
         ("worst-case reservation", "contiguous_max", lambda: Contiguous(capacity_bytes, grain_bytes=grain)),
         ("exact reservation", "contiguous_exact", lambda: Contiguous(capacity_bytes, grain_bytes=grain)),
         ("worst case, buddy", "contiguous_max", lambda: Buddy(capacity_bytes)),
         ("grow and copy, best fit", "realloc_copy", lambda: BestFit(capacity_bytes, grain_bytes=grain)),
+        (
+            "grow and copy, PyTorch's allocator",
+            "realloc_copy",
+            lambda: CachingAllocator(DeviceMemory(total_bytes=capacity_bytes)),
+        ),
         ("paged", "paged", lambda: PagedPool(capacity_bytes, block_bytes=block_bytes)),
     ]
     holdings = []

@@ -1,0 +1,186 @@
+"""Runs a scenario by whatever carries out its steps: the simulator, or, with executor torch, a model on a device.
+
+The simulator knows nothing of torch, and the device nothing of the simulated world; here they meet. On a CUDA device the GPU's
+entry in the catalogue is found by its name, and the ledger sizes the pool with what the device really has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sim
+from sim.core.config import ConfigError
+from sim.scenario_errors import ScenarioError
+
+from .real_memory import real_memory_columns
+
+if TYPE_CHECKING:
+    from gpu.op_timeline import OpTimeline
+    from gpu.readings import StepReading
+    from gpu.real_engine import RealEngine
+    from sim.core.engine import EngineCore
+    from sim.core.plan import Executor
+    from sim.core.request import RequestSpec
+    from sim.resolve import Resolved
+    from sim.results.result import Result
+    from sim.scenario import Scenario
+
+
+@dataclass(slots=True)
+class RealRun:
+    """What runs a scenario for real, and what it recorded. A `sim.simulation.RealEngine`."""
+
+    engine: RealEngine
+    curves: list[list[StepReading]] = field(default_factory=list)
+    """A reading a step, by executor; steps that were run and did not count are left out."""
+    nvml: dict[str, Any] = field(default_factory=dict)
+    """What NVML said before the run; why it says nothing, where it does not."""
+
+    def executor(self, core: EngineCore) -> Executor:
+        """One that serves `core`. Raises ConfigError when its pool or its workspace does not fit the device."""
+        with _fits(self.engine.device):
+            return self.engine.executor(core)
+
+    def recorder(self, index: int) -> Callable[[StepReading], None]:
+        """Keeps the readings of executor `index`."""
+        curve: list[StepReading] = []
+        self.curves.append(curve)
+
+        def record(reading: StepReading) -> None:
+            # The world cuts stretches after the fact; steps that did not count come again with the same number.
+            while curve and curve[-1].step >= reading.step:
+                curve.pop()
+            curve.append(reading)
+
+        return record
+
+    def report(self) -> list[dict[str, Any]]:
+        """What each executor did."""
+        from gpu.nvml import nvml_reading
+
+        after = nvml_reading(self.engine.device)
+        nvml = after if "absent" in after else {"before": self.nvml, "after": after}
+        return [{**report, "nvml": nvml} for report in self.engine.report()]
+
+    def memory_columns(self) -> dict[str, list[Any]]:
+        """The curves of all executors."""
+        pools = [executor.pool.num_blocks for executor in self.engine.executors]
+        block_bytes = self.engine.executors[0].pool.layout.block_bytes
+        workspaces = [executor.workspace.num_bytes for executor in self.engine.executors]
+        return real_memory_columns(self.curves, pools, workspaces, block_bytes)
+
+    @property
+    def timeline(self) -> OpTimeline | None:
+        """The step that was followed operation by operation."""
+        return self.engine.executors[0].timeline
+
+
+def run_scenario(
+    scenario: Scenario,
+    *,
+    decision_log: Callable[[dict[str, Any]], None] | None = None,
+    peak_step: int | None = None,
+    memory_snapshot: Path | None = None,
+) -> Result:
+    """Run `scenario`, simulated or for real, as `[run] executor` says.
+
+    `peak_step` follows one step operation by operation (its table is then in `summary["executors"][0]["peak_by_op"]`);
+    `memory_snapshot` is where PyTorch's memory snapshot goes. Both need executor torch.
+
+    Raises ScenarioError where the software or the step is missing, ConfigError for a model or device that cannot be run, and
+    what `sim.simulate` raises.
+    """
+    if scenario.run.executor != "torch":
+        for name, value in (("peak_step", peak_step), ("memory_snapshot", memory_snapshot)):
+            if value is not None:
+                raise ScenarioError(
+                    f"--{name.replace('_', '-')} looks at a device, but executor model computes nothing on one; use --executor torch"
+                )
+        return sim.simulate(scenario, decision_log=decision_log)
+    try:
+        from gpu.device import find_device
+        from gpu.memory_history import memory_history
+    except ImportError as error:
+        raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
+    device = find_device(scenario.run.device or "cpu")
+    scenario, others = (scenario, 0) if device.type == "cpu" else _fitted_to(scenario, device)
+    made: list[RealRun] = []
+
+    def real(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealRun:
+        made.append(_real_run(resolved, requests, others_bytes=others, peak_step=peak_step))
+        return made[0]
+
+    with memory_history(memory_snapshot, device) if memory_snapshot is not None else nullcontext():
+        result = sim.simulate(scenario, decision_log=decision_log, real=real)
+    _measured_memory(result)
+    if peak_step is not None:
+        _add_peak(result, made[0], peak_step, scenario)
+    return result
+
+
+def _real_run(resolved: Resolved, requests: Sequence[RequestSpec], **settings: Any) -> RealRun:
+    from gpu.nvml import nvml_reading
+    from gpu.real_engine import RealEngine, settings_of
+
+    recorders: list[RealRun] = []
+    wanted = replace(settings_of(resolved.tables, resolved.model), **settings)
+    with _fits(wanted.device):
+        engine = RealEngine(wanted, requests, recorder=lambda index: recorders[0].recorder(index))
+    recorders.append(RealRun(engine, nvml=nvml_reading(engine.device)))
+    return recorders[0]
+
+
+@contextmanager
+def _fits(device: Any) -> Iterator[None]:
+    """What does not fit before the first step is a matter of the settings, and no failure of the run."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the model, its KV pool and its workspace do not fit {device}: {error} Take a smaller model, fewer blocks "
+            "(num_gpu_blocks_override) or smaller steps (max_num_batched_tokens)"
+        ) from None
+
+
+def _fitted_to(scenario: Scenario, device: Any) -> tuple[Scenario, int]:
+    """The scenario with what this machine's CUDA device is and has, and what others hold there; what was given stays as given."""
+    from gpu.device import device_facts, others_bytes, recognise
+    from sim.catalog.gpus import gpu
+
+    facts = device_facts(device)
+    entry = recognise(facts) if scenario.gpu.gpu is None else gpu(scenario.gpu.gpu)
+    others = others_bytes(facts, entry)
+    changes: dict[str, Any] = {} if scenario.gpu.gpu is not None else {"gpu": entry.name}
+    if "other_processes_bytes" not in scenario.engine.model_fields_set and scenario.gpu.gpu is None:
+        changes["other_processes_bytes"] = others + max(gpu(entry.name).total_bytes - facts.total_bytes, 0)
+    return scenario.with_(**changes), others
+
+
+def _measured_memory(result: Result) -> None:
+    """The summary says of a real run's memory what was measured, not what the account expected."""
+    summary: Any = result.summary
+    if any(result.memory_columns.values()):
+        summary["peak_workspace_bytes"] = max(result.memory_columns["workspace_bytes"])
+        summary["min_headroom_bytes"] = min(result.memory_columns["headroom_bytes"])
+
+
+def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> None:
+    """Put the table of the followed step into the summary. Raises ScenarioError when the run never came to it."""
+    from sim.resolve import resolve
+    from sim.simulation import device
+
+    from .peak_by_op import peak_document
+
+    timeline = run.timeline
+    if timeline is None or timeline.shape is None:
+        steps = run.engine.executors[0].steps
+        raise ScenarioError(f"--peak-step is {step}, but the run had {steps} steps, numbered from 0")
+    document = peak_document(timeline, device(resolve(scenario)).steps)
+    summary: Any = result.summary
+    summary["executors"][0]["peak_by_op"] = document

@@ -1,0 +1,157 @@
+"""DecodeGraphs: decode batches by buckets, each captured once and replayed.
+
+Launching the kernels of one decode step takes the host longer than running them takes a GPU, so engines capture the step for a
+few batch sizes and pad each batch to the next of them. Everything that a captured step reads lies in buffers that are taken
+once: what is new in a step is copied into them, rows beyond the batch store nowhere and read nothing, and temporary tensors are
+the same places of the workspace each time. The bucket sizes are vLLM's (`sim.memory.graphs`), which the ledger counts.
+
+Where there is nothing to capture, on the CPU, the same step can be run through the same buffers and buckets by calling it again.
+
+**Source:** CUDA graphs in PyTorch, `torch.cuda.CUDAGraph`; vLLM 0.29, `cudagraph_capture_sizes`, mode FULL for pure decode.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .batch import Work
+from .ops import Ops, Record
+from .workspace import Workspace
+
+WARM_UPS = 2
+"""Runs before a capture: they compile kernels and let libraries take their workspaces, which a capture may not."""
+
+
+class Capture(Protocol):
+    """Makes a step repeatable."""
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """What does again all that `step` does, from the same buffers."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that the captures took."""
+        ...
+
+
+class CallAgain:
+    """The CPU's twin of a capture: nothing is recorded, the step is called each time."""
+
+    held_bytes = 0
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The step itself."""
+        return step
+
+
+class CudaCapture:
+    """Captures into CUDA graphs that share one memory pool."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self.held_bytes = 0
+        """By what the device's free memory fell, kernels loaded meanwhile included."""
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Run it a few times on a stream of its own, then record it."""
+        free = torch.cuda.mem_get_info(self._device)[0]
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        self.held_bytes += max(free - torch.cuda.mem_get_info(self._device)[0], 0)
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    replay: Callable[[], None]
+    record: Record
+    """What one run of the step adds to the record of operations."""
+    workspace_bytes: int
+    """Its high-water mark."""
+
+
+class DecodeGraphs:
+    """The captured decode steps of one executor."""
+
+    def __init__(self, sizes: Sequence[int], ops: Ops, workspace: Workspace, capture: Capture) -> None:
+        """`sizes` are the buckets, in sequences; at least one."""
+        self.sizes = tuple(sorted(sizes))
+        self._ops, self._workspace, self._capture = ops, workspace, capture
+        self._captured: dict[int, _Captured] = {}
+        self.replays: Counter[int] = Counter()
+        """Steps by bucket."""
+        self.eager: Counter[str] = Counter()
+        """Steps that went without a graph, by reason."""
+
+    def capture(self, step: Callable[[int], None]) -> None:
+        """Capture `step(size)` for every bucket, the largest first: smaller ones then fit into the memory it took."""
+        for size in reversed(self.sizes):
+            self._workspace.reset()
+            before = self._ops.record()
+            replay = self._capture(lambda size=size: self._from_start(step, size))  # type: ignore[misc]
+            self._ops.restore(before)
+            self._workspace.reset()
+            self._from_start(step, size)  # once more, to see what a run adds to the record
+            added = self._ops.record() - before
+            self._ops.restore(before)
+            self._captured[size] = _Captured(replay, added, self._workspace.step_high_water_bytes)
+        self._workspace.reset()
+
+    def choose(self, work: Sequence[Work]) -> int | None:
+        """The bucket of a step; None, and the reason on record, for one that goes without a graph."""
+        if any(item.num_tokens > 1 for item in work):
+            reason = "a prompt is computed"
+        elif not all(item.samples for item in work):
+            reason = "a sequence samples nothing"
+        elif len(work) > self.sizes[-1]:
+            reason = f"more than {self.sizes[-1]} sequences, the largest graph"
+        else:
+            return self.sizes[bisect_left(self.sizes, len(work))]
+        self.eager[reason] += 1
+        return None
+
+    def replay(self, size: int) -> None:
+        """Run the captured step of a bucket on what its buffers hold now."""
+        captured = self._captured[size]
+        before = self._ops.num_calls
+        captured.replay()
+        if self._ops.num_calls == before:  # a graph does not pass through Ops again
+            self._ops.add(captured.record)
+        self._workspace.note(captured.workspace_bytes)
+        self.replays[size] += 1
+
+    @property
+    def captured_bytes(self) -> int:
+        """Device memory that the captures took."""
+        return self._capture.held_bytes
+
+    def report(self) -> dict[str, Any]:
+        """What was captured, replayed, and went without, as JSON values."""
+        return {
+            "sizes": list(self.sizes),
+            "captured_bytes": self.captured_bytes,
+            "replays": {str(size): count for size, count in sorted(self.replays.items())},
+            "eager_steps": dict(sorted(self.eager.items())),
+        }
+
+    def _from_start(self, step: Callable[[int], None], size: int) -> None:
+        """Every run takes the same places of the workspace."""
+        self._workspace.reset()
+        step(size)

@@ -1,0 +1,162 @@
+"""Readings: what a step did, and what the device held when it was over, by who could tell the holders apart from outside.
+
+On CUDA the caching allocator and the driver are asked. The CPU keeps no such counts: there the long-lived tensors are added up
+by their storages, and the operating system is asked for the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReading:
+    """The device's memory at one moment. The lines do not overlap."""
+
+    tensors_bytes: int
+    """Weights, step buffers and captured graphs: PyTorch's, beside pool and workspace."""
+    weights_bytes: int
+    """The part of it that are weights."""
+    graphs_bytes: int
+    """The part of it that captured graphs keep."""
+    kv_pool_bytes: int
+    """The KV pool, used or not."""
+    workspace_bytes: int
+    """The workspace's arena."""
+    cached_bytes: int
+    """Reserved by PyTorch and in no tensor; 0 on the CPU."""
+    non_torch_bytes: int
+    """Context and libraries of this process; 0 on the CPU."""
+    others_bytes: int
+    """Other processes, as found before this one started; 0 on the CPU."""
+    total_bytes: int
+    """The device; on the CPU its hard limit, or, without one, all that the run has taken."""
+    process_bytes: int | None
+    """Resident memory of this process on the host; None where the system does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReading:
+    """What one step did and held, for whoever records it."""
+
+    step: int
+    start_fs: int
+    """When the world lets it begin."""
+    duration_fs: int
+    phase: str
+    """`prefill`, `decode` or `mixed`."""
+    num_tokens: int
+    """Tokens computed."""
+    num_seqs: int
+    decode_seqs: int
+    """Sequences that computed one token."""
+    kv_tokens: int
+    """Tokens in the KV cache of all requests that hold blocks, a shared one counted for each."""
+    allocated_blocks: int
+    """Blocks of the pool that requests hold, by the device's own book."""
+    workspace_bytes: int
+    """High-water mark of the step."""
+    served_by: str
+    """`eager`, `graph of N` (a captured batch of N sequences), or `N micro-batches`."""
+    oom: bool
+    memory: MemoryReading | None = None
+    """What the device held; None where nobody reads it."""
+
+
+class MemoryReader(Protocol):
+    """Reads one device."""
+
+    def read(self) -> MemoryReading:
+        """Now."""
+        ...
+
+
+class CpuMemoryReader:
+    """Adds up storages. `tensors` are the long-lived ones beside pool and workspace, weights included."""
+
+    def __init__(
+        self,
+        tensors: Iterable[Any],
+        *,
+        weights_bytes: int,
+        kv_pool_bytes: int,
+        workspace_bytes: int,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._tensors, self._weights = storage_bytes(tensors), weights_bytes
+        self._kv_pool, self._workspace = kv_pool_bytes, workspace_bytes
+        self._total = self._tensors + kv_pool_bytes + workspace_bytes if limit_bytes is None else limit_bytes
+
+    def read(self) -> MemoryReading:
+        """Long-lived storages as they were counted, and the process as it is now."""
+        return MemoryReading(
+            tensors_bytes=self._tensors,
+            weights_bytes=self._weights,
+            graphs_bytes=0,
+            kv_pool_bytes=self._kv_pool,
+            workspace_bytes=self._workspace,
+            cached_bytes=0,
+            non_torch_bytes=0,
+            others_bytes=0,
+            total_bytes=self._total,
+            process_bytes=process_bytes(),
+        )
+
+
+class CudaMemoryReader:
+    """Asks the caching allocator and the driver. `others_bytes` is what other processes held before this one began; `graphs_bytes` what
+    captures took, which the allocator keeps in a pool of their own.
+    """
+
+    def __init__(
+        self,
+        device: Any,
+        *,
+        weights_bytes: int,
+        graphs_bytes: int,
+        kv_pool_bytes: int,
+        workspace_bytes: int,
+        others_bytes: int,
+    ) -> None:
+        self._device = device
+        self._weights, self._graphs, self._others = weights_bytes, graphs_bytes, others_bytes
+        self._kv_pool, self._workspace = kv_pool_bytes, workspace_bytes
+
+    def read(self) -> MemoryReading:
+        """Between two steps."""
+        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        graphs = min(self._graphs, reserved - allocated)
+        return MemoryReading(
+            tensors_bytes=allocated - self._kv_pool - self._workspace + graphs,
+            weights_bytes=self._weights,
+            graphs_bytes=graphs,
+            kv_pool_bytes=self._kv_pool,
+            workspace_bytes=self._workspace,
+            cached_bytes=reserved - allocated - graphs,
+            non_torch_bytes=max(total - free - reserved - self._others, 0),
+            others_bytes=self._others,
+            total_bytes=total,
+            process_bytes=process_bytes(),
+        )
+
+
+def storage_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages of `tensors`, each counted once."""
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(found.values())
+
+
+def process_bytes() -> int | None:
+    """Resident memory of this process; None on a system without /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
