@@ -269,6 +269,8 @@ def tiered(draw: st.DrawFn) -> EngineConfig:
         max_model_len=44,
         enable_prefix_caching=True,
         sliding_window=None,
+        kv_groups=(),
+        async_scheduling=False,
         num_cpu_prefix_blocks=draw(st.sampled_from([1, 4, 20, 500])),
         cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
     )
