@@ -95,7 +95,9 @@ def first_requests_correction(run: RecordedRun) -> tuple[str, FittedProfile]:
     def of(source: RecordedRun | SimulatedRun) -> Array:
         return np.asarray([np.nanmedian(values[:HOST_REQUESTS]) for values in (source.tpot_s, source.ttft_s)])
 
-    fit = fit_correction(lambda times: of(simulate_requests(scenario, run.requests, corrected(kernels, times))), of(run))
+    fit = fit_correction(
+        lambda times: of(simulate_requests(scenario, run.requests, corrected(kernels, times))), of(run)
+    )
     return f"corrected on the first {HOST_REQUESTS} requests: {text(fit.found)}", corrected(kernels, fit.found)
 
 

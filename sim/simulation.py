@@ -323,4 +323,3 @@ def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
 
 def _length(given: int | list[int] | None) -> int | tuple[int, int] | None:
     return (given[0], given[1]) if isinstance(given, list) else given
-

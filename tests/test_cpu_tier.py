@@ -124,9 +124,7 @@ def test_what_a_step_that_failed_was_to_compute_is_not_saved(drive):
     engine = drive(num_gpu_blocks=20, **SMALL)
     engine.add("A", 9, **named("xy"))
     plan = engine.plan()
-    failed = StepResult(
-        durations=Durations.one(1), oom=OomReport(op="logits", requested_bytes=2, free_bytes=1)
-    )
+    failed = StepResult(durations=Durations.one(1), oom=OomReport(op="logits", requested_bytes=2, free_bytes=1))
     engine.core.commit(plan, failed, 1)
     engine.core.check()
     assert [engine.step().plan.saves for _ in range(3)] == [(), ((-1, ((4, 1),)),), ((-2, ((5, 2),)),)]
@@ -222,9 +220,7 @@ def test_a_prompt_is_computed_in_pieces_after_a_load_as_after_a_hit(drive):
 def test_b03_a_load_is_not_begun_until_all_its_blocks_are_secured(drive):
     """vLLM #45388: 2048 blocks; A has 25,596 tokens of which 8,192 are loaded, B 19,196 and 11,776. Holding only what they load (512
     and 736 blocks) both would wait for ever for the rest. Here A secures its 1,600 blocks; B is not loaded beside it (1,200 > 448)."""
-    engine = drive(
-        num_gpu_blocks=2048, block_size=16, max_num_batched_tokens=40_000, num_cpu_prefix_blocks=4096
-    )
+    engine = drive(num_gpu_blocks=2048, block_size=16, max_num_batched_tokens=40_000, num_cpu_prefix_blocks=4096)
     warm(engine, "WA", "a", 8192)
     warm(engine, "WB", "b", 11_776)
     fill(engine, 2048 * 16)
@@ -389,7 +385,12 @@ def test_a_copy_takes_the_time_of_its_blocks_and_what_it_brings_need_not_be_comp
     """Prompts of 4 blocks of 4 and one token; a step takes 1 s and 1 s a token, a copied block 0.25 s. A is served in [0, 18]; F takes
     the whole pool in [18, 51]; B arrives at 51 with A's prompt: 4 blocks are loaded in 1 s, and one token is computed in 2 s."""
     config = EngineConfig(
-        num_gpu_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num_cpu_prefix_blocks=8
+        num_gpu_blocks=8,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        num_cpu_prefix_blocks=8,
     )
     requests = [
         RequestSpec(request_id="A", arrival_s=0.0, input_tokens=17, output_tokens=1, **named("wxyz")),

@@ -93,7 +93,15 @@ def test_a_group_with_larger_blocks_takes_one_at_every_second_boundary(drive):
         (share,) = plan.scheduled(0)
         owned[share.context_tokens] = engine.pool.num_owned
         engine.commit(plan)
-    assert [owned[computed] for computed in (0, 64, 78, 79, 80, 95, 96)] == [4 + 2, 2 + 3, 2 + 3, 1 + 3, 2 + 3, 1 + 3, 2 + 4]
+    assert [owned[computed] for computed in (0, 64, 78, 79, 80, 95, 96)] == [
+        4 + 2,
+        2 + 3,
+        2 + 3,
+        1 + 3,
+        2 + 3,
+        1 + 3,
+        2 + 4,
+    ]
 
 
 def test_one_group_with_a_window_gives_the_blocks_that_the_window_alone_would(drive):
@@ -301,7 +309,10 @@ def _ledger(model: str, batched: int):
         ({"sliding_window": 8}, "sliding_window is 8 and there are 2 kv_groups"),
         ({"kv_groups": FULL_AND_32[:1]}, "kv_groups has 1 group"),
         ({"kv_groups": (AttentionGroup(block_size=16, window=0), FULL_AND_32[1])}, r"window of kv_groups\[0\] is 0"),
-        ({"kv_groups": (AttentionGroup(block_size=24), FULL_AND_32[1])}, r"block size of kv_groups\[0\] is 24.*multiple"),
+        (
+            {"kv_groups": (AttentionGroup(block_size=24), FULL_AND_32[1])},
+            r"block size of kv_groups\[0\] is 24.*multiple",
+        ),
         ({"block_size": 8}, "block_size is 8, but no kv_group has blocks of that many tokens"),
     ],
 )

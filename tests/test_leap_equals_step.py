@@ -22,6 +22,7 @@ from sim.core.plan import BatchShape, Durations, OomReport, ScheduledRequest, Se
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import Namespace, Outcome, Request, RequestSpec
+from sim.core.retention import Retention
 from sim.core.waiting import FcfsQueue, aging_queue, priority_queue
 from sim.costs.constant import FixedCost
 from sim.costs.protocol import CostModel
@@ -241,6 +242,14 @@ def rungs(draw: st.DrawFn) -> Rung:
 ladders = st.lists(rungs(), min_size=1, max_size=3, unique_by=lambda rung: rung.action).map(
     lambda made: LadderConfig(rungs=tuple(made), guard_priority=0)
 )
+retentions = st.builds(
+    Retention,
+    priority=st.sampled_from([0, 35, 60, 100]),
+    start=st.sampled_from([0, 4, 12]),
+    end=st.sampled_from([None, 16]),
+    duration_s=st.sampled_from([None, TICK_S, 20 * TICK_S, 90 * TICK_S]),
+    output=st.booleans(),
+)
 policies = st.builds(
     Policy,
     queue=st.sampled_from([FcfsQueue, priority_queue, aging_queue(20 * TICK)]),
@@ -249,6 +258,11 @@ policies = st.builds(
     ladder=st.one_of(st.none(), ladders),
     swap=st.booleans(),
     eviction=st.sampled_from(list(EVICTIONS)),
+).flatmap(
+    lambda policy: st.builds(
+        lambda ranges: replace(policy, retention=tuple(ranges)) if policy.eviction == "retention" else policy,
+        st.lists(retentions, max_size=3),
+    )
 )
 
 

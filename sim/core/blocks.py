@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from .eviction import EVICTIONS
+from .eviction import EVICTIONS, RetentionQueue
 from .prefix import PrefixIndex
+from .retention import Course
 
 NO_BLOCK = 0
 """Stands in a block table for a block that slid out of the attention window; never allocated."""
@@ -220,6 +221,20 @@ class BlockPool:
             if block_id in self._freed and block_id in self.index:
                 self.num_cached -= 1
             self.index.drop(block_id)
+
+    def tick(self, now_fs: int) -> None:
+        """It is this time now; what is taken and given back next, is taken and given back now."""
+        self._freed.tick(now_fs)
+
+    def retain(self, block_ids: Sequence[int], courses: Iterable[Course]) -> None:
+        """Blocks that are about to be released are to be kept like this. Only for the eviction order `retention`."""
+        assert isinstance(self._freed, RetentionQueue)
+        self._freed.retain(block_ids, courses)
+
+    @property
+    def order_changes(self) -> bool:
+        """Whether the order in which free blocks are taken will change when time merely passes."""
+        return isinstance(self._freed, RetentionQueue) and self._freed.num_expiring > 0
 
     def drop_cached(self) -> int:
         """Forget the content of every free block; returns how many had any."""

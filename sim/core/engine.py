@@ -259,6 +259,7 @@ class EngineCore:
         after_pause = lag is not None and not lag.busy
         if lag is not None:
             lag.look_back(now_fs)
+        self.pool.tick(now_fs)
         completed = None if self._offload is None else self._offload.take_completed()
         moved, relief = self._pressure.climb(now_fs)
         self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
@@ -283,7 +284,7 @@ class EngineCore:
         if lag is not None and (after_pause or lag.has_news):
             room = None
         if room is not None and self._offload is not None:
-            room = min(room, self._offload.blocks_until_save())
+            room = self._offload.blocks_until_save(room)
         step, shape = self._step, shape_of(draft, scheduler, self._decisions)
         plan = StepPlan(
             step=step,
@@ -522,6 +523,7 @@ class EngineCore:
             took, at, slid = {}, ahead, []
             if self._sink is None or ahead in changing:
                 elapsed_fs = before_fs(ahead)
+                self.pool.tick(plan.start_fs + elapsed_fs)
                 slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
                 took = growth.grow(ahead, plan.start_fs + elapsed_fs)
                 usage.append((ahead, self.pool.num_owned))

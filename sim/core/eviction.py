@@ -13,6 +13,8 @@ from heapq import heappop, heappush, nsmallest
 from itertools import filterfalse, islice
 from typing import Protocol
 
+from .retention import DEFAULT_PRIORITY, Course
+
 
 class FreeQueue(Protocol):
     """Free blocks that have been used before."""
@@ -43,8 +45,12 @@ class FreeQueue(Protocol):
         """The content of these blocks, free or held, was found by a request."""
         ...
 
+    def tick(self, now_fs: int) -> None:
+        """It is this time now."""
+        ...
+
     def peek(self, count: int) -> list[int]:
-        """What `pop` would take."""
+        """What `pop` would take now."""
         ...
 
     def keys(self) -> Set[int]:
@@ -95,6 +101,9 @@ class LruQueue:
 
     def found(self, block_ids: Iterable[int]) -> None:
         """Being found is no use until it ends."""
+
+    def tick(self, now_fs: int) -> None:
+        """The order does not depend on the time."""
 
     def peek(self, count: int) -> list[int]:
         """The head."""
@@ -167,6 +176,9 @@ class RankedQueue:
     def found(self, block_ids: Iterable[int]) -> None:
         """Of interest to subclasses."""
 
+    def tick(self, now_fs: int) -> None:
+        """Of interest to subclasses."""
+
     def peek(self, count: int) -> list[int]:
         """The lowest ranks."""
         return [block_id for _, _, block_id in nsmallest(count, self._entry.values())]
@@ -204,9 +216,65 @@ class LfuQueue(RankedQueue):
             self._found[block_id] = self._found.get(block_id, 0) + 1
 
 
+class RetentionQueue(RankedQueue):
+    """By the priority that a block's retention gives it at the time, oldest release among equals (TensorRT-LLM's retention)."""
+
+    def __init__(self, is_findable: Callable[[int], bool]) -> None:
+        super().__init__(is_findable)
+        self._now_fs = 0
+        self._course: dict[int, Course] = {}
+        self._ends: list[tuple[int, int, int]] = []  # heap of (time, release, block): a course takes a step then
+
+    def retain(self, block_ids: Iterable[int], courses: Iterable[Course]) -> None:
+        """From now on these blocks have these courses, when they are released."""
+        self._course.update(zip(block_ids, courses, strict=True))
+
+    def rank(self, block_id: int, worth: float) -> float:
+        """What the block's course says now; the default without one."""
+        for until, priority in self._course.get(block_id, ()):
+            if until is None:
+                return priority
+            if self._now_fs < until:
+                heappush(self._ends, (until, self._releases + 1, block_id))
+                return priority
+        return DEFAULT_PRIORITY
+
+    def tick(self, now_fs: int) -> None:
+        """What has been kept long enough is worth less from now on; it keeps its place among equals."""
+        self._now_fs = now_fs
+        while self._ends and self._ends[0][0] <= now_fs:
+            _, release, block_id = heappop(self._ends)
+            for entries in (self._entry, self._aside):
+                entry = entries.get(block_id)
+                if entry is not None and entry[1] == release:
+                    self._file(entries, block_id, release)
+
+    def pop(self, count: int) -> list[int]:
+        """The least worth; their courses end with their content."""
+        taken = super().pop(count)
+        for block_id in taken:
+            self._course.pop(block_id, None)
+        return taken
+
+    @property
+    def num_expiring(self) -> int:
+        """At least as many as the free blocks whose place will change with time."""
+        return len(self._ends)
+
+    def _file(self, entries: dict[int, tuple[float, int, int]], block_id: int, release: int) -> None:
+        until, priority = next(step for step in self._course[block_id] if step[0] is None or self._now_fs < step[0])
+        rank = priority if self._is_findable(block_id) else float("-inf")
+        entry = entries[block_id] = (rank, release, block_id)
+        if entries is self._entry:
+            heappush(self._heap, entry)
+        if until is not None:
+            heappush(self._ends, (until, release, block_id))
+
+
 EVICTIONS: dict[str, Callable[[Callable[[int], bool]], FreeQueue]] = {
     "lru": LruQueue,
     "lfu": LfuQueue,
     "priority": WorthQueue,
+    "retention": RetentionQueue,
 }
 """Orders by name."""

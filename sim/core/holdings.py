@@ -13,6 +13,7 @@ from .config import EngineConfig
 from .draft import Draft
 from .ladder import Knobs
 from .request import Request
+from .retention import Retention, courses
 from .sharing import SharingMeter
 from .tables import BlockTables
 
@@ -35,6 +36,8 @@ class Holdings:
         """Whether requests give blocks back while they run."""
         self.table_blocks = 0
         """Entries in all block tables; a shared block counts once a holder."""
+        self.retention: tuple[Retention, ...] | None = None
+        """What of every request is to be kept; None if the eviction order does not ask."""
         self.offload: Offload | None = None
         """The CPU prefix tier, if there is one."""
 
@@ -74,7 +77,17 @@ class Holdings:
         self.sharing.leave(request, now_fs)
         self.hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
+        if self.retention is not None:
+            self._retain(request, self.retention, now_fs)
         return self.tables.release(request.table, f"{request.request_id} ({why})", worth=-float(request.spec.priority))
+
+    def _retain(self, request: Request, retention: tuple[Retention, ...], now_fs: int) -> None:
+        """Say how long the blocks that a request gives back are to be kept."""
+        self.pool.tick(now_fs)
+        ranges = (*request.spec.retention, *retention)
+        for group, table in zip(self.config.groups, request.table.groups, strict=True):
+            kept = courses(ranges, request.spec.input_tokens, len(table), group.block_size, now_fs)
+            self.pool.retain(table.blocks, kept)
 
     def release_unwritten(self, request: Request, written: int, why: str, fence: int, now_fs: int) -> None:
         """Give back all blocks of a request, of which a copy still writes those after the first `written`."""

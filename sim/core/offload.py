@@ -200,15 +200,21 @@ class Offload:
         pairs = tuple((block_id, block.block_id) for block_id, block in zip(source, target, strict=True))
         return ((fence, pairs),)
 
-    def blocks_until_save(self) -> int:
-        """How many blocks may be taken before another save could begin, if nothing comes, goes or arrives."""
+    def blocks_until_save(self, room: int) -> int | None:
+        """How many of `room` blocks may be taken before another save could begin, if nothing comes, goes or arrives; None if time alone
+        may begin one.
+        """
         pool = self._pool
         if not self._write_back or pool.num_free - pool.num_set_aside < 2 or not self.tier.num_obtainable:
-            return pool.num_free
+            return room
+        if pool.order_changes:
+            return None
         window = max(self._window - pool.num_set_aside, 0)
         ahead = pool.peek(min(window + LOOK_AHEAD_BLOCKS, pool.num_free))
-        unsaved = next((place for place, block_id in enumerate(ahead) if self._unsaved(block_id) is not None), len(ahead))
-        return max(unsaved - window, 0)
+        unsaved = next(
+            (place for place, block_id in enumerate(ahead) if self._unsaved(block_id) is not None), len(ahead)
+        )
+        return min(room, max(unsaved - window, 0))
 
     def _next_evicted(self) -> list[tuple[int, int]]:
         """Blocks not saved yet among those that are to be reused next."""

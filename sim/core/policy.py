@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .admission import Admission, default_admission
-from .config import EngineConfig
+from .config import ConfigError, EngineConfig
+from .eviction import EVICTIONS
 from .ladder import LadderConfig
 from .preemption import VictimPolicy, last_admitted, worst_priority
+from .retention import Retention
 from .view import EngineView
 from .waiting import FcfsQueue, WaitingQueue, priority_queue
 
@@ -40,10 +42,21 @@ class Policy:
     """What may share a step."""
     eviction: str = "lru"
     """In which order free blocks are taken, and the prefix cache forgets: one of `eviction.EVICTIONS`."""
+    retention: tuple[Retention, ...] = ()
+    """What of every request is kept for how long, for the eviction `retention`; a request's own ranges go before these."""
     ladder: LadderConfig | None = None
     """Steps of degradation under pressure; None for an engine that only queues, preempts or fails."""
     swap: bool = False
     """Save a victim's blocks to the CPU pool, when it has room, instead of computing them again."""
+
+    def __post_init__(self) -> None:
+        if self.eviction not in EVICTIONS:
+            raise ConfigError(f"eviction is {self.eviction!r}; known are {', '.join(EVICTIONS)}")
+        if self.retention and self.eviction != "retention":
+            raise ConfigError(
+                f"retention gives {len(self.retention)} ranges, but the eviction order is {self.eviction}, which does not look at them; set "
+                "eviction to retention, or leave the ranges out"
+            )
 
 
 def scheduling_policy(config: EngineConfig) -> Policy:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from .retention import Retention
+
 if TYPE_CHECKING:
     from .prefix import BlockKeys
     from .sharing import Run
@@ -48,6 +50,8 @@ class RequestSpec:
     content_block_tokens: int = 0
     """Tokens named by one content id: 512 in the Mooncake traces, the block size when ids are made from real tokens."""
     namespace: Namespace = Namespace()
+    retention: tuple[Retention, ...] = ()
+    """What of it is to be kept for how long once it has ended, where the engine's eviction order is `retention`."""
     n: int = 1
     """Samples of this prompt to produce; see `samples`."""
     sample_of: str = ""

@@ -59,6 +59,7 @@ class Scheduler:
         self.looks_back_fs = 0
         """How long ago what is now being planned was decided."""
         self.holdings = Holdings(config, tables, self.knobs, self.holders)
+        self.holdings.retention = policy.retention if policy.eviction == "retention" else None
         self.offload = Offload(config, self.holdings) if config.num_cpu_prefix_blocks else None
         """The CPU prefix tier, if there is one."""
         self.holdings.offload = self.offload

@@ -86,7 +86,9 @@ def run_world(
         if device is not None and memory_limit:
             served_by = WorkspaceExecutor(served_by, device, core)
         link = partial(Link, env, cost, failing=failing_copies) if config.num_cpu_prefix_blocks else None
-        servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end, link=link))
+        servers.append(
+            Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end, link=link)
+        )
         engines.append(core)
         recorders.append(recorder)
     route = ROUTERS[router]()
