@@ -48,7 +48,8 @@ class MixedFit:
     def predict(self, points: Array, prefill_us: Array, launch_us: float, knots: Knots) -> Array:
         """Time of calls `[points, (chunk, context, n, kv)]` whose chunks alone take `prefill_us`."""
         known = [np.clip(axis, grid[0], grid[-1]) for grid, axis in zip(RATIO_KNOTS, points.T, strict=True)]
-        return self.plain(points, prefill_us, launch_us, knots) * at(self.ratio, RATIO_KNOTS, known)
+        ratio: Array = at(self.ratio, RATIO_KNOTS, known)
+        return ratio * self.plain(points, prefill_us, launch_us, knots)
 
     def plain(self, points: Array, prefill_us: Array, launch_us: float, knots: Knots) -> Array:
         """The same without the ratio."""
@@ -56,7 +57,8 @@ class MixedFit:
         beside = at(self.beside, knots, (n, kv))
         q = np.interp(tiles(n, chunk), self.overlap_tiles, self.overlap)
         work = np.maximum(prefill_us - launch_us, 0.0)
-        return launch_us + together(work, beside, q) + self.tile_us * n * chunk
+        both: Array = together(work, beside, q) + self.tile_us * n * chunk
+        return launch_us + both
 
 
 def fit_mixed(points: Array, time_us: Array, prefill_us: Array, launch_us: float, knots: Knots) -> MixedFit:

@@ -51,10 +51,10 @@ class CorrectionFit:
 
 
 def corrected(cost: FittedProfile, correction: Correction) -> FittedProfile:
-    """The same kernel prices with these times instead of the profile's host times."""
+    """The same kernel prices with these times instead of the profile's host times and gaps."""
     dense = cost.terms.dense
     slower = Line(dense.x, tuple(y + correction.token_s * x for x, y in zip(dense.x, dense.y, strict=True)))
-    terms = replace(cost.terms, step_s=correction.step_s, seq_s=correction.seq_s, dense=slower)
+    terms = replace(cost.terms, gap_s=0.0, step_s=correction.step_s, seq_s=correction.seq_s, dense=slower)
     return FittedProfile(terms, name=cost.name)
 
 

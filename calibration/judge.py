@@ -70,6 +70,9 @@ class Metric:
     margin: float
     absolute: bool
     verdict: str
+    predicted_low: float | None = None
+    """The prediction's own interval, from the uncertainty of the profile; None when it was not asked for."""
+    predicted_high: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

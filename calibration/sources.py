@@ -8,22 +8,36 @@ from typing import Any
 from .errors import CalibrationError
 from .fit_gpu import fit_gpu_profile
 from .fit_model import fit_model_profile
-from .readers import aiconfigurator, llmservingsim
+from .readers import aiconfigurator, distserve, llmservingsim, splitwise
+from .whole_steps import fit_whole_steps
+
+KNOWN = (
+    "LLMServingSim kernel profiles (a folder with meta.yaml and tpN/*.csv), aiconfigurator tables (a folder SYSTEM/vllm/VERSION/*.parquet), "
+    "DistServe's laws (profiler-*.json) and Splitwise's batch timings (perf_model.csv)"
+)
 
 
-def fit_source(folder: Path, *, tensor_parallel_size: int, date: str, command: str) -> dict[str, Any]:
-    """The profile fitted to `folder`: kernel tables of a GPU (a `gpu` profile) or of one model (a `model` profile).
+def fit_source(
+    folder: Path, *, tensor_parallel_size: int, date: str, command: str, model: str | None = None, gpu: str | None = None
+) -> dict[str, Any]:
+    """The profile fitted to `folder`: kernel tables of a GPU (a `gpu` profile) or of one model, or whole steps of one (a `model` profile).
 
-    Raises: CalibrationError when it is neither, or when its tables cannot be used; ConfigError for an unknown model or GPU; OSError.
+    `model` and `gpu` choose where a file holds several. Raises: CalibrationError when it is neither, or when its tables cannot be used;
+    ConfigError for an unknown model or GPU; OSError.
     """
+    if folder.is_file():
+        if distserve.is_distserve(folder):
+            steps = distserve.read_laws(folder, model, tensor_parallel_size)
+        elif folder.suffix == ".csv":
+            steps = splitwise.read_steps(folder, model, gpu, tensor_parallel_size)
+        else:
+            raise CalibrationError(f"{folder}: not a file of measurements that is known; known are {KNOWN}")
+        return fit_whole_steps(steps, date=date, command=command)
     if not folder.is_dir():
-        raise CalibrationError(f"{folder}: no such folder; a fit reads a folder of kernel tables")
+        raise CalibrationError(f"{folder}: no such file or folder; known sources are {KNOWN}")
     if (folder / "vllm").is_dir():
         return fit_gpu_profile(aiconfigurator.read_tables(folder), date=date, command=command)
     if (folder / "meta.yaml").is_file() or list(folder.glob("tp*")):
         source = llmservingsim.read_profile(folder, tensor_parallel_size)
         return fit_model_profile(source, date=date, command=command)
-    raise CalibrationError(
-        f"{folder}: not a folder of measurements that is known; known are LLMServingSim kernel profiles (meta.yaml, tpN/*.csv) "
-        "and aiconfigurator tables (SYSTEM/vllm/VERSION/*.parquet)"
-    )
+    raise CalibrationError(f"{folder}: not a folder of measurements that is known; known are {KNOWN}")

@@ -133,6 +133,8 @@ def _document(
         **_batch(probe, batch),
     )
     tables = kept.resolved()
+    if kept.gpu.gpu is None:  # the device is the machine itself, which is not in the catalogue
+        tables["gpu"].pop("gpu", None)
     comments = [f"The smallest part of {requests.name} that still fails, found by kvtwin bisect in {probe.runs} runs."]
     return {
         "requests": rows,

@@ -5,17 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.core.config import ConfigError
-from sim.core.request import Outcome, RequestSpec, samples
+from sim.core.request import Outcome, RequestSpec
 from sim.scenario import Scenario, ScenarioError
 from sim.scenario_errors import nearest
+from sim.sequences import sequences
 
 if TYPE_CHECKING:
+    from gpu.real_engine import RealEngine
+    from sim.core.config import EngineConfig
+    from sim.core.engine import EngineCore
+    from sim.core.plan import Executor
+    from sim.core.policy import Policy
+    from sim.costs.protocol import CostModel
+    from sim.memory.device import Device
+    from sim.resolve import Resolved
     from sim.results.recorder import RunRecord
 
 PREDICATES: dict[str, str] = {
@@ -85,7 +94,7 @@ class Probe:
         self._about = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
         self._known: dict[str, bool] = self._read_state()
         self._asked: set[str] = set()
-        self._engines: dict[str, Any] = {}
+        self._engines: dict[str, _Engine] = {}
 
     def fails(self, requests: Sequence[RequestSpec], **changes: Any) -> bool:
         """Whether `requests` fail, with `changes` to the engine."""
@@ -108,23 +117,25 @@ class Probe:
         """Whether `requests` fail in the engine of another scenario; not counted and not kept."""
         return self._judge(requests, _engine(scenario))
 
-    def _judge(self, requests: Sequence[RequestSpec], engine: tuple[Any, ...]) -> bool:
+    def _judge(self, requests: Sequence[RequestSpec], engine: _Engine) -> bool:
         from sim.world.run import run_world
 
-        config, prices, policy, memory, limit, run, workload = engine
         in_order = sorted(requests, key=lambda spec: spec.arrival_s)
+        run = engine.resolved["run"]
+        sent = sequences(engine.resolved.tables, engine.config, in_order)
         record = run_world(
-            config,
-            prices,
-            [sample for spec in in_order for sample in samples(replace(spec, n=workload["n"]))],
+            engine.config,
+            engine.prices,
+            sent,
             replicas=run["replicas"],
             router=run["router"],
-            max_concurrency=workload["max_concurrency"],
+            max_concurrency=engine.resolved["workload"]["max_concurrency"],
             stepping=run["stepping"],
             check=run["check"],
-            policy=policy,
-            device=memory,
-            memory_limit=limit,
+            policy=engine.policy,
+            device=engine.memory,
+            memory_limit=engine.memory_limit,
+            executor=engine.executor(sent),
         )
         return self._fails(record)
 
@@ -152,19 +163,58 @@ class Probe:
             write_json(self._state, {"about": self._about, "answers": self._known})
 
 
-def _engine(scenario: Scenario) -> tuple[Any, ...]:
+@dataclass(slots=True, kw_only=True)
+class _Engine:
     """Everything of a run but its requests, made once."""
+
+    resolved: Resolved
+    config: EngineConfig
+    policy: Policy
+    prices: CostModel
+    memory: Device
+    memory_limit: bool
+    """Whether simulated steps run out of memory; a device says so itself."""
+    real: RealEngine | None = None
+    """What really does the steps, once it was needed: its weights are loaded once."""
+
+    def executor(self, requests: Sequence[RequestSpec]) -> Callable[[EngineCore], Executor] | None:
+        """What really does the steps, where the scenario asks for that: real memory in simulated time, so that an answer is an answer."""
+        if self.resolved["run"]["executor"] != "torch":
+            return None
+        from sim.world.executors import PricedExecutor
+
+        from .real_run import real_engine
+
+        self.real = real = real_engine(self.resolved, requests) if self.real is None else self.real.serving(requests)
+        return lambda core: PricedExecutor(real.executor(core), self.prices)
+
+
+def _engine(scenario: Scenario) -> _Engine:
+    """The engine of a scenario. Raises ScenarioError, ConfigError, and StartUpError when it does not start whatever the load."""
     from sim.policy_choice import choose_policy
     from sim.resolve import resolve
     from sim.simulation import check_start, cost_model, device, engine_config, has_memory_limit
 
+    if scenario.run.executor == "torch":
+        from .real_run import on_this_machine
+
+        scenario = on_this_machine(scenario)
     resolved = resolve(scenario)
     limit_s = resolved.slo.limits_s.get("ttft") if resolved.slo else None
     config, policy = choose_policy(resolved["policy"], engine_config(resolved), limit_s)
     memory = device(resolved)
-    check_start(resolved, memory)  # no load decides whether an engine starts
-    limit = has_memory_limit(resolved, memory)
-    return config, cost_model(resolved), policy, memory, limit, resolved["run"], resolved["workload"]
+    real = resolved["run"]["executor"] == "torch"
+    if real and memory.faults:
+        raise ScenarioError("[run] faults are injected into a simulated device, but executor is 'torch'; leave one out")
+    check_start(resolved, memory)
+    return _Engine(
+        resolved=resolved,
+        config=config,
+        policy=policy,
+        prices=cost_model(resolved),
+        memory=memory,
+        memory_limit=not real and has_memory_limit(resolved, memory),
+    )
 
 
 def _key(requests: Sequence[RequestSpec], changes: dict[str, Any]) -> str:

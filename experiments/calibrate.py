@@ -14,7 +14,7 @@ from .options import Json, takes_scenario
 from .terminal import Progress, print_json, say
 
 if TYPE_CHECKING:
-    from calibration.judge import Judgement
+    from calibration.judge import Judgement, Metric
 
 calibrate_app = typer.Typer(
     help="Fit a profile to measurements, and judge one against a recorded run.",
@@ -30,7 +30,8 @@ def fit_command(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", help="Kernel tables: an LLMServingSim profile, or a system of aiconfigurator."
+            metavar="PATH",
+            help="Kernel tables (a folder of LLMServingSim or aiconfigurator), or whole steps (DistServe's JSON, Splitwise's CSV).",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here.")],
@@ -40,6 +41,12 @@ def fit_command(
             "--tensor-parallel-size", metavar="N", min=1, help="Which of a model's tables to fit; default: 1."
         ),
     ] = 1,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Which model of a file that holds several.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="Which GPU of a file that holds several.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Fit a cost profile to kernel tables: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
@@ -49,8 +56,11 @@ def fit_command(
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     with Progress("kvtwin calibrate fit") as progress:
         progress.say("fitting")
-        command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {tensor_parallel_size}"
-        profile = fit_source(source, tensor_parallel_size=tensor_parallel_size, date=today, command=command)
+        chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
+        command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {tensor_parallel_size}{chosen}"
+        profile = fit_source(
+            source, tensor_parallel_size=tensor_parallel_size, date=today, command=command, model=model, gpu=gpu
+        )
         write(profile, out)
     shown = {
         key: profile[key]
@@ -87,6 +97,15 @@ def judge_command(
     tail_margin: Annotated[
         float, typer.Option("--tail-margin", metavar="SHARE", help="The same for percentiles and trajectories.")
     ] = 0.10,
+    draws: Annotated[
+        int,
+        typer.Option(
+            "--draws",
+            metavar="N",
+            min=0,
+            help="Simulate again with N draws of the profile's uncertainty: the interval of every prediction.",
+        ),
+    ] = 0,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the judgement as one page.")
     ] = None,
@@ -98,6 +117,9 @@ def judge_command(
     from calibration.judge_page import page
     from calibration.runs import read_run
     from calibration.twin import simulate_requests
+    from calibration.uncertainty import with_intervals
+    from sim.resolve import resolve
+    from sim.simulation import cost_model
 
     if recorded is None:
         raise CalibrationError("no recorded run is given; for example --run runs/rtx4090-llama-3.1-8b")
@@ -108,6 +130,15 @@ def judge_command(
     with Progress("kvtwin calibrate judge") as progress:
         progress.say("simulating")
         judged = judge(run, simulate_requests(scenario, run.requests), margins)
+        if draws:
+            progress.say(f"simulating {draws} draws of the profile")
+            judged = with_intervals(
+                judged,
+                cost_model(resolve(scenario)),
+                draws,
+                lambda cost: simulate_requests(scenario, run.requests, cost),
+                lambda recorded, twin: judge(recorded, twin, margins),
+            )
     if html is not None:
         html.write_text(page(judged), encoding="utf-8")
     if json:
@@ -122,7 +153,7 @@ def judge_command(
 def _print_fit(profile: dict[str, Any], out: Path) -> None:
     say(f"{profile['name']}: fitted to {profile['provenance']['source']}")
     for key, value in profile["error"].items():
-        if isinstance(value, dict) and "median" in value:
+        if isinstance(value, dict) and value.get("median") is not None:
             say(f"  {key:<48} median {value['median']:6.1%}   95th percentile {value['p95']:6.1%}")
     for text in profile["identifiability"]:
         say(f"  note: {text}")
@@ -137,7 +168,7 @@ def _print_judgement(judged: Judgement) -> None:
         ]
         say(
             f"  {metric.name:<26} {metric.measured:10.4g} measured {metric.predicted:10.4g} predicted "
-            f"{shown[0]:>9}  [{shown[1]}, {shown[2]}]  {metric.verdict}"
+            f"{shown[0]:>9}  [{shown[1]}, {shown[2]}]  {metric.verdict}{_predicted_interval(metric)}"
         )
     for path in judged.trajectories:
         say(
@@ -146,3 +177,9 @@ def _print_judgement(judged: Judgement) -> None:
         )
     for warning in judged.twin.summary["warnings"]:
         say(f"  note: {warning}")
+
+
+def _predicted_interval(metric: Metric) -> str:
+    if metric.predicted_low is None or metric.predicted_high is None:
+        return ""
+    return f"   prediction [{metric.predicted_low:.4g}, {metric.predicted_high:.4g}]"

@@ -77,6 +77,15 @@ def run_command(
             help="Executor torch on CUDA: write PyTorch's memory snapshot of the run.",
         ),
     ] = None,
+    profile_draws: Annotated[
+        int,
+        typer.Option(
+            "--profile-draws",
+            metavar="N",
+            min=0,
+            help="Simulate again with N draws of the profile's uncertainty: the interval of every prediction.",
+        ),
+    ] = 0,
     json: Json = False,
 ) -> int:
     """One run: simulate, or run for real with --executor torch, and print what came of it."""
@@ -90,6 +99,7 @@ def run_command(
         json=json,
         peak_step=peak_step,
         memory_snapshot=memory_snapshot,
+        profile_draws=profile_draws,
     )
 
 

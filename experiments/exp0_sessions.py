@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from calibration.runs import RecordedRun
 from calibration.tent import Array
@@ -33,7 +34,7 @@ def with_sessions(runs: dict[str, RecordedRun], calibrated_on: Iterable[str]) ->
     return {rate: _named(run.requests, before) for rate, run in runs.items()}
 
 
-def _cached(run: RecordedRun) -> Array:
+def _cached(run: RecordedRun) -> npt.NDArray[np.bool_]:
     """Which requests found their prefix cached, `[requests]`: by a line of TTFT over length, robust against those that waited."""
     length = np.asarray([spec.input_tokens for spec in run.requests], dtype=np.float64)
     x, y = length[UNCACHED], run.ttft_s[UNCACHED]
@@ -41,7 +42,7 @@ def _cached(run: RecordedRun) -> Array:
     apart = np.abs(x[first] - x[second]) > 100
     slope = float(np.median(((y[first] - y[second]) / np.where(apart, x[first] - x[second], 1.0))[apart]))
     start = float(np.median(y - slope * x))
-    found: Array = run.ttft_s < CACHED_BELOW * (start + slope * length)
+    found: npt.NDArray[np.bool_] = run.ttft_s < CACHED_BELOW * (start + slope * length)
     return found
 
 

@@ -136,6 +136,7 @@ def _fit_document(account: Ledger, target: Target, found: Sequence[Suggestion]) 
         "fits": target.fits(account),
         "blocks_needed": target.blocks(account),
         "shortage_bytes": max(0, target.shortage_bytes(account)),
+        "unfilled_tokens": target.unfilled_tokens(account),
         "suggestions": _changes(found),
     }
 

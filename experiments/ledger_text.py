@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,22 +37,31 @@ def as_text(account: Ledger, warnings: Sequence[str], *, explain: bool) -> str:
         f"{number(account.kv_tokens)} tokens at {number(account.kv_bytes_per_token)} bytes a token",
         f"  maximum concurrency {account.max_concurrency:.2f} requests of {number(account.max_model_len)} tokens",
         f"  longest request     {number(account.max_model_len_that_fits)} tokens fit the pool",
+        f"  block rounding      the last block of a sequence wastes at most {account.block_size - 1} tokens, "
+        f"{(account.block_size - 1) / 2:g} on average: {(account.block_size - 1) / 2 * account.kv_bytes_per_token / 2**20:.2f} MiB",
     ]
     if account.layout.is_hybrid:
-        groups = ", ".join(
-            f"{group.layers} layers {'window ' + str(group.window) if group.window else 'full'}, blocks of {group.block_size}"
-            for group in account.layout.groups
-        )
+        groups = ", ".join(_groups(account))
         text.append(f"  groups              {groups}")
     if explain:
         text += ["", "  phases of a step (allocated GiB; * is run by the start-up profile)", *_phases(account)]
     return "\n".join([*text, *(f"  note: {warning}" for warning in warnings)])
 
 
+def _groups(account: Ledger) -> Iterator[str]:
+    """Layers that share a block table, equal groups together."""
+    kinds = Counter((group.layers, group.window, group.block_size) for group in account.layout.groups)
+    for (layers, window, size), times in kinds.items():
+        what = f"{layers} layers {'window ' + str(window) if window else 'full'}, blocks of {size}"
+        yield f"{times} x ({what})" if times > 1 else what
+
+
 def fit_text(account: Ledger, target: Target, found: Sequence[Suggestion]) -> str:
     """Whether the target fits, and what would make it fit."""
     needed = target.blocks(account)
-    head = f"\n  {target}: {number(needed)} blocks needed, {number(account.num_gpu_blocks)} there"
+    unfilled = target.unfilled_tokens(account)
+    ends = f" ({number(unfilled)} of their slots are the unfilled ends of last blocks)" if unfilled else ""
+    head = f"\n  {target}: {number(needed)} blocks needed{ends}, {number(account.num_gpu_blocks)} there"
     if target.fits(account):
         return f"{head}: it fits"
     short = target.shortage_bytes(account)

@@ -60,6 +60,7 @@ RTX_4090 = Case(
         "max_num_seqs": 256,
         "max_model_len": 32768,
         "gpu_memory_utilization": 0.9,
+        "async_scheduling": True,
     },
 )
 """Under permanent KV saturation. Settings: the run's own meta.json."""
@@ -73,9 +74,10 @@ RTX_PRO_6000 = Case(
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 128,
         "gpu_memory_utilization": 0.9,
+        "async_scheduling": True,
     },
 )
-"""Without memory pressure; 128 sequences at most."""
+"""Without memory pressure; 128 sequences at most. Asynchronous scheduling is the engine's default, not recorded."""
 A100 = Case(
     run="exp-0_llama-3.1-70b_2xA100",
     profile="a100-sxm-80gb",

@@ -122,6 +122,28 @@ def run_scenario(
     return result
 
 
+def on_this_machine(scenario: Scenario) -> Scenario:
+    """A scenario with executor torch, with what this machine's device is and has where it does not say.
+
+    Raises ScenarioError where torch is missing, ConfigError for a device that is not there.
+    """
+    try:
+        from gpu.device import find_device
+    except ImportError as error:
+        raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
+    device = find_device(scenario.run.device or "cpu")
+    return scenario if device.type == "cpu" else _fitted_to(scenario, device)[0]
+
+
+def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:
+    """What runs a resolved scenario for real, unrecorded. Raises ConfigError for a model that cannot be run or does not fit."""
+    from gpu.real_engine import RealEngine, settings_of
+
+    wanted = settings_of(resolved.tables, resolved.model)
+    with _fits(wanted.device):
+        return RealEngine(wanted, requests)
+
+
 def _real_run(resolved: Resolved, requests: Sequence[RequestSpec], **settings: Any) -> RealRun:
     from gpu.nvml import nvml_reading
     from gpu.real_engine import RealEngine, settings_of

@@ -28,6 +28,7 @@ def run(
     json: bool = False,
     peak_step: int | None = None,
     memory_snapshot: Path | None = None,
+    profile_draws: int = 0,
 ) -> int:
     """Simulate or run for real, write the files, print. Returns the exit code.
 
@@ -37,6 +38,7 @@ def run(
     from sim.results.console import print_summary
     from sim.results.files import write_text
 
+    from .prediction_intervals import interval_lines, prediction_intervals
     from .real_run import run_scenario
 
     _make_room(out, html)
@@ -50,6 +52,9 @@ def run(
             if out is not None:
                 write_text(out / "oom.log", error.log)
             raise
+        if profile_draws:
+            progress.say(f"simulating {profile_draws} draws of the profile")
+            result.summary["prediction_intervals"] = prediction_intervals(scenario, profile_draws)
     written = _write(result, out, html) + [path for path in (decision_log, memory_snapshot) if path is not None]
     if json:
         print_json(result.summary)
@@ -57,6 +62,9 @@ def run(
     print_summary(result)
     for line in _device_lines(result.summary):
         say(line)
+    if profile_draws:
+        for line in interval_lines(result.summary["prediction_intervals"]):
+            say(line)
     for path in written:
         say(f"wrote {path}")
     return 0

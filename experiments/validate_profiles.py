@@ -61,7 +61,7 @@ def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
     embedded = fitted_cost(case.profile, model, device, tensor_parallel_size=ranks)
     return {
         KERNELS_ONLY: corrected(embedded, Correction()),
-        f"profile, with stated gaps of {embedded.terms.step_s * 1e3:.2f} ms a step": embedded,
+        f"profile, with stated gaps of {embedded.terms.gap_s * 1e3:.2f} ms a step": embedded,
         "roofline": Roofline(model, device, tensor_parallel_size=ranks),
         **(
             {

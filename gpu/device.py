@@ -35,12 +35,10 @@ def find_device(name: str) -> Any:
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigError(f"device is {name!r}; it must be cpu, cuda or cuda:N")
     if kind == "cuda" and not torch.cuda.is_available():
-        why = (
-            "this build of torch has no CUDA"
-            if torch.version.cuda is None
-            else "torch sees no CUDA device on this machine"
+        build = " (it was built without CUDA)" if torch.version.cuda is None else ""
+        raise ConfigError(
+            f"device is {name!r}, but torch sees no CUDA device on this machine{build}; cpu is always there"
         )
-        raise ConfigError(f"device is {name!r}, but {why}; cpu is always there")
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device(name)

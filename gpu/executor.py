@@ -69,6 +69,8 @@ class TorchExecutor:
         durations: list[int] = []
         sampled: dict[str, list[int]] = {}
         report: OomReport | None = None
+        for child, source, _ in plan.forks:
+            self.forward.tokens.fork(child, source)
         first = plan.scheduled(0)
         tables = [len(request.block_table) for request in first]
         for ahead in range(plan.repeat):

@@ -1,7 +1,7 @@
 """PlanMoves: what a plan does to blocks before anything is computed, and the device's book of who holds them.
 
-Order, for one plan: swap-outs, releases, copies, swap-ins. Swap-outs read blocks that the releases give back, releases make
-room that copies and swap-ins fill. A move that ran out of memory stays in the journal with all that follow, and is done
+Order, for one plan: forks, swap-outs, releases, copies, swap-ins. Forks share blocks that the releases give back, swap-outs read
+them, releases make room that copies and swap-ins fill. A move that ran out of memory stays in the journal with all that follow, and is done
 before the next plan's: the core has taken the step back, so nobody has written in between.
 """
 
@@ -64,9 +64,17 @@ class PlanMoves:
         """
         self._copied_away.update(source for source, _ in plan.copies)
         never_used = self._unsettled | set(plan.preempted)
+        releases = list(plan.releases)
+        for child, source, table in plan.forks:
+            had = next((given for given in releases if given[0] == child), None) if child in self._held else None
+            if had is not None:
+                releases.remove(had)
+                self._put(f"release by {child}", partial(self._release, *had, strict=child not in self._unsettled))
+            if table:
+                self._put(f"fork of {source}", partial(self._fork, child, table))
         for request_id, pairs in plan.swap_outs:
             self._put(f"swap-out of {request_id}", partial(self._swap_out, request_id, pairs))
-        for request_id, blocks in plan.releases:
+        for request_id, blocks in releases:
             strict = request_id not in never_used
             self._put(f"release by {request_id}", partial(self._release, request_id, blocks, strict=strict))
         for batch in independent(plan.copies):
@@ -148,6 +156,11 @@ class PlanMoves:
         kept = {block for block in given if block in self._copied_away or self._is_cached(block)}
         self._pool.release(name, [block for block in given if block in kept], keep_content=True)
         self._pool.release(name, [block for block in given if block not in kept])
+
+    def _fork(self, name: str, table: tuple[int, ...]) -> None:
+        """`name` holds blocks that its source holds too: nothing is fresh, all is written."""
+        self._pool.assign(name, table, len(table) * self._pool.layout.block_size)
+        self._held[name] = table
 
     def _copy(self, copies: Pairs) -> None:
         device = self._pool.device

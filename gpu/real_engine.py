@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,13 @@ class RealEngine:
         self.executors.append(executor)
         return executor
 
+    def serving(self, requests: Sequence[RequestSpec]) -> RealEngine:
+        """The same model on the same device, with the same weights, for other requests; its executors are its own."""
+        other = copy(self)
+        other.tokens = TokenBook(requests, seed=self.settings.seed, vocab_size=self.settings.shape.vocab_size)
+        other.executors = []
+        return other
+
     def report(self) -> list[dict[str, Any]]:
         """What each executor did."""
         return [executor.report() for executor in self.executors]
@@ -241,6 +249,7 @@ def settings_of(tables: Mapping[str, Mapping[str, Any]], shape: ModelShape) -> R
         kv_cache_dtype=engine["kv_cache_dtype"],
         seed=run["seed"],
         checked=run["check"],
+        workspace_bytes=run.get("workspace_bytes"),
         num_threads=1 if run["device"] == "cpu" and shape.num_parameters < SMALL else None,
         memory_limit_bytes=run["device_limit_bytes"],
         micro_batch_tokens=run["micro_batch_tokens"],

@@ -66,6 +66,14 @@ class TokenBook:
         known.append(named[index] if index < len(named) else token)
         answer.append(token)
 
+    def fork(self, request_id: str, source: str) -> None:
+        """From here on a request's tokens are those of `source`, sampled ones included. With greedy sampling that is also what its
+        own first token would have been; with a temperature, samples of one prompt would start with the same token.
+        """
+        self.tokens(request_id, 0, 0)
+        self._known[request_id] = self._known[source].copy()
+        self._sampled[request_id] = self._sampled.get(source, []).copy()
+
     def answer(self, request_id: str, num_tokens: int | None = None) -> list[int]:
         """The first `num_tokens` sampled tokens (all by default)."""
         return self._sampled.get(request_id, [])[:num_tokens]

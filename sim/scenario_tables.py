@@ -109,6 +109,10 @@ class PolicyTable(Table):
     admission: str | None = Field(
         None, min_length=3, description="your own admission policy as module:Class, asked besides the preset's"
     )
+    fork_samples: bool = Field(
+        False,
+        description="samples start as copies of the first, with copy-on-write, instead of as requests that find its prompt in the cache",
+    )
     guard_priority: int = Field(
         0, description="requests at least this important (this number or smaller) are never degraded"
     )
@@ -147,6 +151,13 @@ class WorkloadTable(Table):
         description="each request's cap is its output length, as when a trace is replayed; off: no caps, the model stops by itself",
     )
     n: int = Field(1, ge=1, description="samples of each prompt; all share its blocks and leave together")
+    beam_width: int = Field(1, ge=1, description="beams of each request; 1 is no beam search")
+    beam_change: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="probability that a beam is replaced by a copy of another one at a token; default 0.1, an assumption",
+    )
     arrival: str | None = Field(
         None, min_length=1, description="arrival process: poisson, gamma, on-off, deterministic or batch"
     )
@@ -180,6 +191,9 @@ class RunTable(Table):
     memory_limit: bool | None = Field(
         None,
         description="let steps fail that need more memory than the account leaves; default: unless the pool alone is more than the GPU",
+    )
+    workspace_bytes: int | None = Field(
+        None, ge=1, description="workspace of executor torch; default: what the largest step needs"
     )
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="executor torch: most tokens of one forward pass; a step of more is computed in several"
@@ -222,6 +236,9 @@ KEYS_WITHOUT_FLAG = frozenset(
         "ladder",
         "n",
         "ignore_eos",
+        "beam_width",
+        "beam_change",
+        "fork_samples",
         "arrival",
         "priorities",
         "cancel_age_mean_s",
@@ -241,6 +258,7 @@ KEYS_WITHOUT_FLAG = frozenset(
         "output_tokens",
         "spread_ticks",
         "memory_limit",
+        "workspace_bytes",
         "micro_batch_tokens",
         "device_limit_bytes",
         "faults",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +15,7 @@ from .policy_choice import choose_policy
 from .provenance import provenance
 from .resolve import Resolved, resolve
 from .scenario_errors import ScenarioError, nearest
+from .sequences import sequences
 from .steady_state import steady_state_warnings
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ def simulate(
     Raises ScenarioError, and the errors of the parts it uses (all ValueErrors with one clear message); StartUpError, with a log, when
     faults make the engine run out of memory while it starts.
     """
-    from sim.core.request import samples
     from sim.results import (
         Result,
         bill_columns,
@@ -99,13 +98,10 @@ def simulate(
     run = resolved["run"]
 
     built = build_workload(resolved, replication)
-    changes_to_each: dict[str, Any] = {"n": resolved["workload"]["n"]}
-    if not resolved["workload"]["ignore_eos"]:
-        changes_to_each["max_tokens"] = None
-    sent = [sample for spec in built.requests for sample in samples(replace(spec, **changes_to_each))]
     config, policy = choose_policy(
         resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
     )
+    sent = sequences(resolved.tables, config, built.requests, replication)
     memory = device(resolved)
     ran = None
     if executor is None and run["executor"] == "torch":
@@ -158,7 +154,7 @@ def simulate(
     )
     facts = provenance(resolved, profile=prices.name if executor is None else "measured", replication=replication)
     if ran is not None:
-        summary["executors"] = facts["executors"] = ran.report()
+        summary["executors"] = ran.report()
     return Result(
         summary=summary,
         request_columns=requests,

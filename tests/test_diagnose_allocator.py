@@ -148,3 +148,31 @@ def test_the_page_draws_curves_with_the_ledger_s_slope_and_escapes_what_files_ar
     html = page.read_text()
     assert "<b>curve.csv" not in html and "&lt;b&gt;curve.csv" in html
     assert "fitted, 131,072 B a token" in html and "the ledger&#x27;s 131,072 B a token" in html
+
+
+class _RunsCode:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        import os
+
+        return os.system, (f"touch '{self.target}'",)
+
+
+def test_a_snapshot_that_would_run_code_is_refused_by_name_and_does_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil, target = tmp_path / "evil.pickle", tmp_path / "it ran"
+    evil.write_bytes(pickle.dumps({"segments": [_RunsCode(target)], "device_traces": []}))
+    assert main(["diagnose", str(evil)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvtwin diagnose: {evil}: the file asks to load") and err.count("\n") == 1
+    assert not target.exists()
+
+
+def test_a_snapshot_that_is_cut_off_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(tmp_path, split_segment())
+    path.write_bytes(path.read_bytes()[:200])
+    assert main(["diagnose", str(path)]) == 2
+    assert f"{path}: the file is no complete pickle" in capsys.readouterr().err

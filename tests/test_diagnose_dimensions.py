@@ -67,6 +67,16 @@ def test_temporary_tensors_follow_the_prompts_of_a_step_and_its_rows() -> None:
     assert rows == pytest.approx(1_500_000)
 
 
+@pytest.mark.parametrize("varies", ["nothing", "the load alone", "memory alone", "few rows"])
+def test_where_nothing_can_be_fitted_nothing_is_said(varies: str) -> None:
+    columns = load(4 if varies == "few rows" else 40)
+    if varies != "the load alone":
+        columns = {name: values if name == "time_s" else np.full_like(values, 7) for name, values in columns.items()}
+    steady = varies in ("nothing", "the load alone")
+    allocated = np.full(len(columns["time_s"]), 5) if steady else np.arange(len(columns["time_s"]))
+    assert fits(csv_text(allocated_bytes=allocated, workspace_bytes=np.zeros_like(allocated), **columns)) == ()
+
+
 @pytest.mark.parametrize(("copied", "cause"), [(1.0, Cause.KV_DUPLICATION), (0.05, Cause.UNKNOWN)])
 @pytest.mark.parametrize("recorded", ["beams", "requests"])
 def test_beams_that_copy_are_told_from_beams_that_share(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -10,15 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim import Scenario, simulate
-from sim.catalog.models import model_shape
 from sim.core.blocks import NO_BLOCK, BlockPool
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.groups import GroupTables
-from sim.core.plan import OomReport, StepResult
 from sim.core.request import Outcome
 from sim.memory import build_ledger
-from sim.memory.kv_groups import KvGroup
 from sim.simulation import core_groups
 
 FULL_AND_32 = (AttentionGroup(block_size=16, window=32), AttentionGroup(block_size=16))

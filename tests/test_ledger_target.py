@@ -16,6 +16,10 @@ from sim.memory.target import Target, parse_target, suggestions
         ("64 x 8192", Target(requests=64, prompt_tokens=8192)),
         ("1 request × 131_072 tokens", Target(requests=1, prompt_tokens=131_072)),
         ("8 requests x 4096+1024 tokens, n=4", Target(requests=8, prompt_tokens=4096, output_tokens=1024, sequences=4)),
+        (
+            "8 requests x 4096+1024 tokens x 4 beams",
+            Target(requests=8, prompt_tokens=4096, output_tokens=1024, sequences=4),
+        ),
     ],
 )
 def test_a_target_is_read(text: str, target: Target) -> None:
@@ -29,6 +33,23 @@ def test_a_target_is_read(text: str, target: Target) -> None:
 def test_other_text_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="--fit"):
         parse_target(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "unfilled"),
+    [
+        ("64 requests x 8192 tokens", 0),
+        ("64 requests x 8190 tokens", 64 * 2),
+        # The 6 full blocks of the prompt are shared; each of 4 sequences has 4 + 30 tokens of its own in 3 blocks.
+        ("5 requests x 100+30 tokens, n=4", 5 * 4 * (3 * 16 - 34)),
+    ],
+)
+def test_rounding_to_blocks_wastes_the_ends_of_last_blocks(text: str, unfilled: int) -> None:
+    ledger = build_ledger("llama-3.1-8b", "h100")
+    target = parse_target(text)
+    assert target.unfilled_tokens(ledger) == unfilled
+    if target.sequences == 1:
+        assert target.blocks(ledger) * 16 - target.requests * target.tokens == unfilled
 
 
 def test_a_target_that_fits_needs_nothing() -> None:

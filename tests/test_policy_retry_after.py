@@ -135,13 +135,14 @@ def test_clients_that_come_back_when_told_are_let_in(name: str) -> None:
     assert share >= 0.9
 
 
-@pytest.mark.parametrize("name", ["requests, 1.5 x capacity", "deadline, 1.5 x capacity"])
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_header_in_whole_seconds_makes_them_a_little_late_and_no_less_welcome(name: str) -> None:
     """`Retry-After` counts whole seconds, so clients come up to a second later than they might."""
     assert measure(name, late_s=1.0)[0] >= 0.9
 
 
-def test_the_line_does_not_leave_the_engine_idle() -> None:
+@pytest.mark.parametrize("limit", [MaxInFlight(40), MaxQueuedTokens(6000)], ids=["requests", "prompt tokens"])
+def test_the_line_does_not_leave_the_engine_idle(limit: Admission) -> None:
     """At 1.5 times capacity the engine finishes as much a second with a line outside as with everybody inside."""
 
     def per_s(*policies: Admission) -> float:
@@ -150,7 +151,7 @@ def test_the_line_does_not_leave_the_engine_idle() -> None:
         ended = [r.ended_fs for r in core.take_ended() if r.outcome is Outcome.FINISHED]
         return sum(1 for end_fs in ended if 30 * FS_PER_S < end_fs < 100 * FS_PER_S) / 70
 
-    assert per_s(MaxInFlight(40)) >= 0.97 * per_s()
+    assert per_s(limit) >= 0.97 * per_s()
 
 
 # -- the arithmetic ----------------------------------------------------------------------------------------------------

@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from experiments.validation import SCENARIOS, check_cell, reference_answers, replay, run_for_real
 from experiments.validation.scenarios import BLOCK_SIZE, MAX_MODEL_LEN, SmallScenario
 from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from gpu.plan_moves import PlanMoves
+from gpu.pool import PoisonedReadError
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
+from sim.core.forking import Forking
 from sim.core.policies import PRESETS
-from sim.core.request import RequestSpec
+from sim.core.request import RequestSpec, samples
 
 SHAPE = model_shape("tiny-llama-test")
 
@@ -52,7 +55,9 @@ def requests(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
             content_block_tokens=3 if named else 0,
             cancel_after_s=draw(st.none() | st.integers(1, 80).map(lambda ms: ms / 1000)),
         )
-        made.append(spec)
+        width = draw(st.sampled_from((1, 1, 1, 2, 3)))
+        forking = Forking(width=width, change=draw(st.sampled_from((0.0, 0.4)))) if draw(st.booleans()) else None
+        made += samples(replace(spec, n=width, forking=forking if width > 1 else None))
     return tuple(made)
 
 
@@ -61,6 +66,8 @@ def scenarios(draw: st.DrawFn) -> SmallScenario:
     """Those requests, and an engine with too few blocks for them."""
     window = draw(st.sampled_from((None, None, None, 5, 8)))
     tokens = draw(st.integers(3, 40))
+    drawn = draw(requests())
+    forks = any(spec.forking is not None for spec in drawn)
     engine = EngineConfig(
         num_gpu_blocks=draw(st.integers(12, 20)),
         block_size=BLOCK_SIZE,
@@ -73,10 +80,10 @@ def scenarios(draw: st.DrawFn) -> SmallScenario:
         sliding_window=window,
         num_cpu_blocks=draw(st.sampled_from((0, 0, 3, 8, 24))),
         watermark=draw(st.sampled_from((0.0, 0.1))),
-        async_scheduling=draw(st.booleans()),
+        async_scheduling=not forks and draw(st.booleans()),  # what forks cannot be planned ahead
     )
     return SmallScenario(
-        name="drawn", requests=draw(requests()), engine=engine, shape=windowed(window), seed=draw(st.integers(0, 3))
+        name="drawn", requests=drawn, engine=engine, shape=windowed(window), seed=draw(st.integers(0, 3))
     )
 
 
@@ -97,7 +104,7 @@ def test_a_prompt_may_be_computed_in_chunks_of_any_size(scenario, chunk):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_both_worlds_decide_alike_under_every_preset(name):
-    """Twenty-seven scenarios a preset, of which several really preempt, swap, reuse and cancel."""
+    """Thirty scenarios a preset, of which several really preempt, swap, reuse and cancel."""
     facts = []
     for scenario in SCENARIOS.values():
         cell = check_cell(scenario, name, "cpu")
@@ -111,6 +118,30 @@ def test_both_worlds_decide_alike_under_every_preset(name):
     assert totals["preemptions"] > 5 or name in reserves
     assert totals["swapped_out_blocks"] > 5 or name in reserves
     assert totals["prefix_hit_tokens"] > 20 or name in {"vllm-v0", "orca"}
+
+
+def test_a_sequence_that_forks_says_what_it_says_unforked():
+    """Greedy, all sequences of one prompt must say the same, however often they went on as copies of others."""
+    forks = copies = 0
+    for scenario in (SCENARIOS[f"beams-{variant}"] for variant in range(3)):
+        run = run_for_real(scenario, preset("vllm-v1"))
+        forks += sum(len(entry.get("forked", ())) for entry in run.decisions)
+        copies += sum(len(entry["copied"]) for entry in run.decisions)
+        unforked = reference_answers(
+            replace(scenario, requests=tuple(replace(spec, forking=None) for spec in scenario.requests))
+        )
+        assert changed_answers(run, unforked) == []
+        for request in run.requests:
+            assert unforked[request.request_id] == unforked[f"{request.spec.sample_of}#0"]
+    assert forks > 40
+    assert copies > 20
+
+
+def test_a_device_that_leaves_out_the_copies_is_found_out(monkeypatch):
+    """The test above is not blind."""
+    monkeypatch.setattr(PlanMoves, "_copy", lambda self, copies: None)
+    with pytest.raises(PoisonedReadError):
+        run_for_real(SCENARIOS["beams-1"], preset("vllm-v1"))
 
 
 def test_other_durations_are_another_run():

@@ -11,6 +11,7 @@ import torch
 from experiments.cli import main
 from experiments.peak_by_op import COLUMNS, peak_document
 from experiments.real_memory import real_memory_columns
+from experiments.real_run import run_scenario
 from gpu.op_timeline import OpTimeline
 from gpu.ops import Ops
 from gpu.readings import MemoryReading, StepReading, storage_bytes
@@ -23,6 +24,7 @@ from sim.memory import build_ledger
 from sim.memory.device import Device
 from sim.memory.faults import read_faults
 from sim.results.memory_curve import MEMORY_COLUMNS
+from sim.scenario import Scenario
 
 RUN = """
 [model]
@@ -128,7 +130,7 @@ def test_a_real_run_leaves_a_curve_that_diagnose_reads_and_that_is_flat_in_the_e
     assert summary["executors"][0]["nvml"] == {"absent": "the device is the CPU"}
     assert main(["diagnose", str(out / "memory.csv"), "--json"]) == 0
     diagnosis = json.loads(capsys.readouterr().out)
-    assert diagnosis["cause"] in (None, "unknown", "cannot tell from this")
+    assert diagnosis["cause"] != "leak"
     assert any("it does not rise" in str(entry) for entry in diagnosis["ruled_out"])
 
 
@@ -237,6 +239,24 @@ def test_the_command_names_the_operation_and_writes_the_table(tmp_path, capsys):
     written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert written["executors"][0]["peak_by_op"]["step"] == 0
     assert int(peak["workspace_bytes"]) == max(int(row["workspace_bytes"]) for row in rows)
+
+
+def test_the_report_shows_what_served_each_operation_and_what_fell_back(tmp_path):
+    from sim.results.report_executors import executors_html
+
+    scenario = tmp_path / "real.toml"
+    scenario.write_text(RUN.format(requests=3, rate=50.0), encoding="utf-8")
+    result = run_scenario(Scenario.load(scenario), peak_step=0)
+    page = result.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<h2>What ran</h2>" in page
+    assert "No operation fell back." in page
+    assert "Memory peak of step 0" in page
+    assert '<td class="text">decode_attention</td><td class="text">torch</td>' in page
+    (executor,) = result.summary["executors"]
+    fallen = {"operation": "prefill_attention", "served": "torch", "reason": "triton <missing>", "calls": 3}
+    page = executors_html({"executors": [{**executor, "fallbacks": [fallen]}]})
+    assert "<b>prefill_attention</b> fell back to torch 3 times: triton &lt;missing&gt;" in page
+    assert executors_html({}) == ""
 
 
 @pytest.mark.parametrize(

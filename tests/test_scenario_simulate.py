@@ -99,3 +99,51 @@ def test_the_function_is_not_hidden_by_a_module_of_its_name():
         "import sim.simulation, sim.scenario, sim; assert callable(sim.simulate); assert sim.Scenario().run.seed == 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+UNIFORM = {"workload": "uniform", "num_requests": 30, "rate": 20.0, "input_tokens": 200, "output_tokens": [2, 60]}
+
+
+def test_samples_and_beams_of_a_scenario():
+    """Three sequences a request. Forks compute each prompt once, and beams that go on as copies share more of their output."""
+
+    def block_seconds(**changes):
+        result = sim.simulate(SMALL.with_(workload={**UNIFORM, **changes.pop("workload")}, **changes), stepping=False)
+        assert result.summary["finished"] == result.summary["num_requests"] == 90
+        return sum(result.bill_columns["kv_block_seconds"])
+
+    separate = block_seconds(workload={"n": 3})
+    forked = block_seconds(workload={"n": 3}, fork_samples=True)
+    beams = [block_seconds(workload={"beam_width": 3, "beam_change": change}) for change in (0.0, 0.05, 0.5)]
+    assert separate > forked == beams[0] > beams[1] > beams[2]
+
+
+def test_beams_are_the_same_whatever_the_engine_and_other_in_another_replication():
+    beams = SMALL.with_(workload={**UNIFORM, "beam_width": 3, "beam_change": 0.3})
+
+    def forks(**changes):
+        log = []
+        sim.simulate(beams, decision_log=log.append, **changes)
+        return {tuple(pair) for entry in log for pair in entry.get("forked", ())}
+
+    assert forks() == forks(stepping=True) == forks(num_gpu_blocks_override=4000)
+    assert forks() != forks(replication=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"policy": "orca", "beam_width": 2},
+            "beams share blocks, but .* orca keeps every sequence in one contiguous piece",
+        ),
+        ({"policy": "orca", "n": 2, "fork_samples": True}, "forked samples share blocks, but .* orca"),
+        (
+            {"beam_width": 9, "max_num_seqs": 8},
+            "9 beams of a request run together, but .* max_num_seqs is 8; .* at least 9",
+        ),
+    ],
+)
+def test_what_no_engine_could_fork_is_refused(changes, says):
+    with pytest.raises(ScenarioError, match=says):
+        sim.simulate(SMALL.with_(workload=UNIFORM), **changes)

@@ -103,8 +103,10 @@ def beams_of(curve: Curve) -> Floats | None:
 
 def _fit(what: str, memory: Floats, load: dict[str, Floats], first: tuple[str, ...]) -> DimensionFit | None:
     """Forward selection; `first` is where it starts when that is there. None when nothing varies."""
+    if len(memory) < _LEAST_ROWS or float(np.ptp(memory)) == 0:
+        return None
     load = {name: values for name, values in load.items() if float(np.ptp(values)) > 0}
-    if len(memory) < _LEAST_ROWS or not load or float(np.ptp(memory)) == 0:
+    if not load:
         return None
     alone = {name: _r2(memory, [values]) for name, values in load.items()}
     start = next((name for name in first if name in load), None)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sim.memory.allocators import SnapshotError
+
 from .allocator_runs import AllocatorRuns, allocator_runs
 from .case import Case
 from .curve import Curve, is_curve, read_curves
@@ -98,7 +100,10 @@ def read_files(
         name = str(path)
         progress(f"reading {name}")
         if read_snapshot is not None and path.is_file() and _starts_as_pickle(path):
-            snapshot = read_snapshot(path)
+            try:
+                snapshot = read_snapshot(path)
+            except SnapshotError as error:
+                raise DiagnoseError(f"{path}: {error}") from None
             progress(f"replaying the history of {name}")
             parts.append(Part(name=name, snapshot=snapshot, runs=allocator_runs(snapshot, what_if)))
             continue

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
+from sim.core.forking import Forking
 from sim.core.request import RequestSpec, samples
 
 if TYPE_CHECKING:
@@ -151,6 +152,15 @@ def _samples(draw: random.Random) -> _Made:
     return [sample for spec in requests for sample in samples(spec)], _engine(num_gpu_blocks=draw.randint(14, 20))
 
 
+def _beams(draw: random.Random) -> _Made:
+    """Samples and beams that fork: copies of shared blocks, and sequences that go on as copies of others."""
+    made: list[RequestSpec] = []
+    for spec in _requests(draw, 5, (4, 22), (3, 16)):
+        forking = Forking(width=draw.randint(2, 4), change=draw.choice((0.0, 0.2, 0.5)), seed=draw.randint(0, 9))
+        made += samples(replace(spec, n=forking.width, forking=forking))
+    return made, _engine(num_gpu_blocks=draw.randint(14, 24), max_num_seqs=draw.choice((4, 6, 12)))
+
+
 def _window(draw: random.Random) -> _Made:
     return _requests(draw, 10, (4, 32), (6, 16)), _engine(
         num_gpu_blocks=12, sliding_window=draw.choice((6, 9, 13)), max_num_batched_tokens=16, max_num_seqs=8
@@ -166,6 +176,7 @@ KINDS: dict[str, Callable[[random.Random], _Made]] = {
     "leavers": _leavers,
     "priorities": _priorities,
     "samples": _samples,
+    "beams": _beams,
     "window": _window,
 }
 """How each kind is made, by name."""

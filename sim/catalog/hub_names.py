@@ -16,6 +16,7 @@ _OWNERS = {
         "Mistral-7B-v0.2", "Mistral-7B-Instruct-v0.2", "Mistral-7B-v0.3", "Mistral-7B-Instruct-v0.3",
         "Mistral-Nemo-Instruct-2407", "Mistral-Nemo-Base-2407", "Mixtral-8x7B-v0.1", "Mixtral-8x7B-Instruct-v0.1",
     ),
+    "facebook": ("opt-13b", "opt-66b"),
     "ibm-granite": ("granite-3.1-8b-instruct", "granite-3.1-8b-base"),
     "llava-hf": ("llava-v1.6-mistral-7b-hf",),
     "microsoft": ("phi-4",),

@@ -30,6 +30,27 @@ def _llama(
     )  # fmt: skip
 
 
+def _opt(name: str, layers: int, heads: int, hidden: int) -> ModelShape:
+    """A decoder of the OPT family: as many KV heads as query heads, two feed-forward matrices, four times as wide."""
+    return ModelShape(
+        name=name,
+        architecture="opt",
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        vocab_size=50272,
+        max_position_embeddings=2048,
+        attention=(AttentionShape(num_heads=heads, num_kv_heads=heads, head_dim=128),),
+        dtype="float16",
+        tie_word_embeddings=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        notes=("the table of learned positions and the biases of norms are not counted: 0.1 % of the weights",),
+    )
+
+
 def _qwen2(
     name: str,
     layers: int,
@@ -102,6 +123,11 @@ _SHAPES = (
     _llama("llama-2-7b", 32, 32, 32, 4096, 11008, 32000, 4096, dtype="float16"),
     _llama("llama-2-13b", 40, 40, 40, 5120, 13824, 32000, 4096, dtype="float16"),
     _llama("llama-2-70b", 80, 64, 8, 8192, 28672, 32000, 4096, dtype="float16"),
+    # Meta, config.json of facebook/opt-13b and opt-66b, and table 1 of Zhang et al. 2022 for 175b: learned positions, biases, tied
+    # embeddings.
+    _opt("opt-13b", 40, 40, 5120),
+    _opt("opt-66b", 64, 72, 9216),
+    _opt("opt-175b", 96, 96, 12288),
     # Meta, config.json of codellama/CodeLlama-7b-hf.
     _llama("codellama-7b", 32, 32, 32, 4096, 11008, 32016, 16384),
     # Meta, config.json of meta-llama/Meta-Llama-3-* and Llama-3.1-*; 3.3-70B has the shape of 3.1-70B.

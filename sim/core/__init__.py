@@ -7,6 +7,7 @@ from .admission import Admission, AdmissionBase, Every, Rejection
 from .blocks import BlockPool, DoubleFreeError, IntegrityError
 from .config import ConfigError, EngineConfig
 from .engine import EngineCore, ProgressError
+from .forking import Forking
 from .plan import BatchShape, Durations, Executor, ScheduledRequest, StepPlan, StepResult
 from .policy import Batching, Policy
 from .request import Namespace, Outcome, Request, RequestSpec, State, samples
@@ -29,6 +30,7 @@ __all__ = [
     "EngineView",
     "Every",
     "Executor",
+    "Forking",
     "IntegrityError",
     "Namespace",
     "Outcome",

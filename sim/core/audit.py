@@ -45,7 +45,7 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     )
     if decode.filled_slots != filled:
         raise IntegrityError(f"the decode set has {filled} filled slots, {decode.filled_slots} are counted")
-    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped)
+    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held
     if scheduler.offload is not None:
         scheduler.offload.tier.check()
         in_system += len(scheduler.offload.loading)

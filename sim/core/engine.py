@@ -108,10 +108,11 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, swapped ones and those whose prefix is loaded included."""
+        """Requests in the system that do not run: queued, swapped, loading their prefix, or to start as a copy of another one."""
         scheduler = self._scheduler
         loading = 0 if self._offload is None else len(self._offload.loading)
-        return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.num_unseen + loading
+        held = scheduler.families.num_held + scheduler.num_unseen + loading
+        return len(scheduler.waiting) + len(scheduler.swapped) + held
 
     @property
     def num_unfinished(self) -> int:
@@ -164,8 +165,15 @@ class EngineCore:
 
     @property
     def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet."""
-        return tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released)
+        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet. Blocks that were
+        shared by a fork since then, and given back, it never knew of.
+        """
+        releases = [(request_id, tuple(blocks)) for request_id, blocks in self._decisions.released]
+        for child, _, table in self._decisions.forked:
+            untold = (child, tuple(block_id for block_id in table if block_id))
+            if table and untold in releases:
+                releases.remove(untold)
+        return tuple(releases)
 
     @property
     def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -186,10 +194,13 @@ class EngineCore:
     def add(self, spec: RequestSpec, now_fs: int) -> Arrived:
         """A request arrives: it is queued, or rejected with a reason.
 
-        Raises ValueError for a request id that is in the system already.
+        Raises ValueError for a request id that is in the system already, and for beams or forked samples in an engine that plans
+        ahead: what forks is known only when a step is over.
         """
         if spec.request_id in self._requests:
             raise ValueError(f"request id {spec.request_id!r} is already in the system; ids must be unique")
+        if spec.forking is not None and self._lag is not None:
+            raise ValueError(f"{spec.request_id!r} forks, which an engine with async_scheduling cannot plan for")
         request = Request(
             spec,
             self._next_seq,
@@ -205,6 +216,8 @@ class EngineCore:
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
+        if spec.forking is not None and self._scheduler.families.join(request):
+            return Arrived(request, may_change_plan=False, may_start=False)
         if self._lag is not None and self._lag.busy:
             became_head = self._lag.arrived(request)
         else:
@@ -215,11 +228,15 @@ class EngineCore:
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
     ) -> bool:
-        """A client leaves, in whatever state its request is. False if the request has ended (or never was).
+        """A client leaves, in whatever state its request is. False if the request has ended (or never was). The name of a request that
+        forks stands for all of its sequences.
 
         The blocks of a request in a step under way return when the step is committed; its output of that step is dropped.
         """
         request = self._requests.get(request_id)
+        if request is None and self._scheduler.families:
+            left = [self.abort(each, now_fs, outcome, reason) for each in self._scheduler.families.ids(request_id)]
+            return any(left)
         if request is None or request.abort_fs is not None:
             return False
         request.outcome, request.reason = outcome, reason
@@ -228,7 +245,8 @@ class EngineCore:
             self._tell(request, outcome, reason, now_fs)
             lag.ended(request, foreseen=False)
         elif request.state is State.WAITING:
-            self._scheduler.waiting.discard(request)
+            if request.spec.forking is None or not self._scheduler.families.drop(request):
+                self._scheduler.waiting.discard(request)
             self._end(request, outcome, reason, now_fs)
         elif request.state is State.SWAPPED:
             self._scheduler.drop_swapped(request)
@@ -297,6 +315,7 @@ class EngineCore:
             saves=self._copies[0] if self._copies else (),
             loads=self._copies[1] if self._copies else (),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
+            forks=tuple(self._decisions.forked),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
             scheduled=lambda ahead: self._scheduled(step, ahead),
@@ -372,6 +391,8 @@ class EngineCore:
             self._end_left(request, now_fs)
         self._leaving = []
         self._advance_shares(draft, now_fs)
+        if scheduler.families:
+            self._fork(result, now_fs)
         finished = {request.order: request for request in decode.completed()}
         finished |= {
             r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens and r.ended_fs is None
@@ -569,6 +590,18 @@ class EngineCore:
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 
+    def _fork(self, result: StepResult, now_fs: int) -> None:
+        """Let sequences go on as copies of others, and write it down."""
+        decisions = self._decisions
+        for fork in self._scheduler.families.after_step(result.forked, result.stopped, now_fs):
+            child = fork.child
+            if fork.released is not None:
+                decisions.released.append((child.request_id, fork.released))
+            if fork.started:
+                decisions.admitted.append(child.request_id)
+            shared = tuple(child.table.blocks) if fork.shares else ()
+            decisions.forked.append((child.request_id, fork.source.request_id, shared))
+
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         lag = self._lag
         if lag is None:
@@ -657,6 +690,8 @@ class EngineCore:
     def _forget(self, request: Request) -> None:
         """A request has ended for the scheduler."""
         self._scheduler.holdings.forget_private(request)
+        if request.spec.forking is not None:
+            self._scheduler.families.ended(request)
         request.state = State.ENDED
 
     def _tell(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:

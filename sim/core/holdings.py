@@ -111,7 +111,7 @@ class Holdings:
     def findable_blocks(self, request: Request) -> int:
         """Leading blocks of a waiting request that may have been computed before, without the last token's."""
         stop = (request.num_tokens - 1) // self.config.block_size
-        if not request.num_preemptions:
+        if not request.num_preemptions and not request.computed_high:
             stop = min(stop, request.keys.num_shared)  # its private blocks have never been computed
         return stop
 
@@ -129,6 +129,11 @@ class Holdings:
         if not self.reuses(request):
             return
         self._register_upto(request, min(computed_tokens // self.config.block_size, request.keys.num_shared))
+
+    def publish(self, request: Request, computed_tokens: int) -> None:
+        """Make all full blocks of a running request findable: for one that has gone on as a copy of it, and waits."""
+        if self.reuses(request) and not request.dropped_tokens:
+            self._register_upto(request, computed_tokens // self.config.block_size)
 
     def _register_upto(self, request: Request, stop: int) -> None:
         start = request.num_registered

@@ -17,6 +17,8 @@ class Decisions:
     swapped_out: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     swapped_in: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
+    forked: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    """As `StepPlan.forks`."""
     released: list[tuple[str, list[int]]] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
@@ -25,8 +27,12 @@ class Decisions:
     loaded: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
 
     def entry(self, step: int, scheduled: list[tuple[str, int, list[int]]]) -> dict[str, object]:
-        """The log entry of `step`; keys and order are those of the decision-log format, and copies of a CPU prefix tier where any begin."""
-        entry: dict[str, object] = {
+        """The log entry of `step`; keys and order are those of the decision-log format, with `forked`, `saved` and `loaded` when something
+        was.
+        """
+        forked = [(child, source) for child, source, _ in self.forked]
+        seldom = {"forked": forked, "saved": self.saved, "loaded": self.loaded}
+        return {
             "step": step,
             "scheduled": scheduled,
             "preempted": self.preempted,
@@ -37,12 +43,8 @@ class Decisions:
             "admitted": self.admitted,
             "rejected": self.rejected,
             "ladder": self.ladder,
+            **{what: decisions for what, decisions in seldom.items() if decisions},
         }
-        if self.saved:
-            entry["saved"] = self.saved
-        if self.loaded:
-            entry["loaded"] = self.loaded
-        return entry
 
     @property
     def any(self) -> bool:
@@ -52,6 +54,7 @@ class Decisions:
             or self.swapped_out
             or self.swapped_in
             or self.copied
+            or self.forked
             or self.released
             or self.admitted
             or self.rejected

@@ -58,7 +58,7 @@ class Rate:
 
     def __init__(self, keep: int) -> None:
         self._last: deque[tuple[int, int]] = deque(maxlen=keep)
-        self._fs = self._amount = 0
+        self._fs = self._amount = self._squares = 0
 
     def __len__(self) -> int:
         return len(self._last)
@@ -68,17 +68,19 @@ class Rate:
         if len(self._last) == self._last.maxlen:
             self._fs -= self._last[0][0]
             self._amount -= self._last[0][1]
+            self._squares -= self._last[0][1] ** 2
         self._last.append((took_fs, amount))
         self._fs += took_fs
         self._amount += amount
+        self._squares += amount * amount
 
     def per_s(self) -> float | None:
         """Amount a second; None before any time has passed."""
         return self._amount * FS_PER_S / self._fs if self._fs else None
 
-    def mean(self) -> float | None:
-        """Mean amount; None without any."""
-        return self._amount / len(self._last) if self._last else None
+    def piece(self) -> float | None:
+        """Mean amount, each weighted with itself: the size that a sum of amounts is as uncertain as if all had it; None without any."""
+        return self._squares / self._amount if self._amount else None
 
 
 class DrainMeter:
@@ -86,14 +88,14 @@ class DrainMeter:
 
     KEEP_GAPS = 256
     """Completions that a rate is taken over."""
-    KEEP_PROMPTS = 64
+    KEEP_PROMPTS = 256
     """Prompts that a rate is taken over."""
     ENOUGH = 8
     """Completions of a full engine after which those of one that was not full are ignored."""
 
     def __init__(self) -> None:
         self._full_gaps, self._all_gaps = Rate(self.KEEP_GAPS), Rate(self.KEEP_GAPS)
-        self._prompts = Rate(self.KEEP_PROMPTS)
+        self._full_prompts, self._all_prompts = Rate(self.KEEP_PROMPTS), Rate(self.KEEP_PROMPTS)
         self._last_end_fs: int | None = None
         self._last_prompt_fs = 0
         self.outputs = OutputLengths()
@@ -108,8 +110,12 @@ class DrainMeter:
         self.outputs.add(spec.tenant, output_tokens)
 
     def prompt_done(self, now_fs: int, arrival_fs: int, tokens: int) -> None:
-        """A request has its first token. The time it took, from its arrival or the prompt done before it, is time with a backlog."""
-        self._prompts.add(now_fs - max(arrival_fs, self._last_prompt_fs), tokens)
+        """A request has its first token. The time it took, from its arrival or the prompt done before it, is time with a backlog. If it
+        had arrived before the one before it was done, it queued behind that one, and the engine does what it can.
+        """
+        queued = arrival_fs < self._last_prompt_fs
+        for prompts in (self._all_prompts, self._full_prompts) if queued else (self._all_prompts,):
+            prompts.add(now_fs - max(arrival_fs, self._last_prompt_fs), tokens)
         self._last_prompt_fs = now_fs
 
     def requests_per_s(self) -> float | None:
@@ -120,12 +126,17 @@ class DrainMeter:
         return (self._full_gaps if len(self._full_gaps) >= self.ENOUGH else self._all_gaps).per_s()
 
     def prefill_tokens_per_s(self) -> float | None:
-        """Prompt tokens computed a second of time in which some prompt waited or was being computed; None before the first.
+        """Prompt tokens computed a second while others queued behind them, or at all until that has been seen; None before the first.
 
-        It counts what a new arrival will meet: steps shared with decodes, and waiting for blocks.
+        It counts what a new arrival will meet: steps shared with decodes, and waiting for slots and blocks. A prompt that finds nobody
+        before it is computed at once, which says nothing about how fast a queue is drained.
         """
-        return self._prompts.per_s()
+        return (self._full_prompts if len(self._full_prompts) >= self.ENOUGH else self._all_prompts).per_s()
 
-    def mean_prompt_tokens(self) -> float | None:
-        """Mean length of the last prompts computed."""
-        return self._prompts.mean()
+    def num_prompts(self) -> int:
+        """Prompts that `prefill_tokens_per_s` was measured over."""
+        return len(self._full_prompts if len(self._full_prompts) >= self.ENOUGH else self._all_prompts)
+
+    def prompt_piece_tokens(self) -> float | None:
+        """Mean length of the last prompts computed, each weighted with its length: what the uncertainty of their sum grows with."""
+        return self._all_prompts.piece()

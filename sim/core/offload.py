@@ -87,8 +87,11 @@ class Offload:
 
     def find(self, request: Request, hits: int) -> list[TierBlock] | None:
         """What the tier has of a waiting request's prefix beyond its `hits` blocks on the device; empty if nothing. None: it had
-        better wait, because a copy that is under way brings what comes next.
+        better wait, because a copy that is under way brings what comes next. Sequences that fork do not load: they find what the
+        others of their family have.
         """
+        if request.spec.forking is not None:
+            return []
         stop = self._holdings.findable_blocks(request)
         if hits >= stop or request in self._no_load or not self._holdings.reuses(request):
             return []

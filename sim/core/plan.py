@@ -212,6 +212,10 @@ class StepPlan:
     """`(request_id, fence, (CPU block, device block) pairs)` to begin to load from it; nobody uses the blocks before the core has heard."""
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
+    forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    """`(child, source, blocks)`: from this plan on the child's tokens are the source's, as they were after the previous plan, and
+    `blocks` is the table that they share; empty if the child waits for blocks of its own. What the child held before is the first that
+    it gives back in `releases`."""
     admitted: tuple[str, ...] = ()
     """Requests that start (or start again) with this plan."""
     preempted: tuple[str, ...] = ()
@@ -238,6 +242,9 @@ class StepResult:
     """One duration a step that was done; fewer than `plan.repeat` when the stretch was cut."""
     stopped: frozenset[str] = frozenset()
     """Requests whose last sampled token ended the sequence (end-of-sequence, stop string)."""
+    forked: Mapping[str, str] | None = None
+    """Child to source: sequences that go on, after the last step, as copies of another one of their request (beam search). None when
+    nobody looked at scores: then the requests' own fate holds."""
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled token ids a request, where a real model ran; empty in a simulation."""
 
@@ -262,7 +269,13 @@ class StepResult:
     def cut(self, steps: int) -> StepResult:
         """The result of a stretch that was ended after `steps` steps."""
         oom = self.oom if steps == self.steps else None
-        return StepResult(durations=self.durations.prefix(steps), stopped=self.stopped, tokens=self.tokens, oom=oom)
+        return StepResult(
+            durations=self.durations.prefix(steps),
+            stopped=self.stopped,
+            forked=self.forked,
+            tokens=self.tokens,
+            oom=oom,
+        )
 
 
 class Executor(Protocol):

@@ -54,7 +54,7 @@ class BlockKeys:
     content that nothing names, have keys private to the request: it can find them again after a preemption, nobody else can.
     """
 
-    __slots__ = ("_block_size", "_chains", "_num_named", "_private", "_spec", "_table", "num_shared")
+    __slots__ = ("_block_size", "_chains", "_history", "_num_named", "_private", "_spec", "_table", "num_shared")
 
     def __init__(self, spec: RequestSpec, block_size: int, table: KeyTable) -> None:
         self._spec = spec
@@ -62,6 +62,8 @@ class BlockKeys:
         self._table = table
         self._chains: list[int] | None = None
         self._private = 0
+        self._history: list[tuple[int, int]] = []
+        """`(block, chain)`: private chains that were in use up to that block, before the request went on as a copy of another one."""
         self._num_named = spec.named_tokens // block_size
         whole_prompt = spec.input_tokens // block_size if spec.sample_of else 0
         self.num_shared = max(self._num_named, whole_prompt)
@@ -89,9 +91,22 @@ class BlockKeys:
         if first_private < stop:
             if not self._private:
                 self._private = self._table.private()
+            for until, chain in self._history:
+                if first_private < until:
+                    base = chain << _INDEX_BITS
+                    keys += range(base + first_private, base + min(until, stop))
+                    first_private = min(until, stop)
             base = self._private << _INDEX_BITS
             keys += range(base + first_private, base + stop)
         return keys
+
+    def follow(self, source: BlockKeys, block: int) -> None:
+        """Take over the keys of a sample of the same prompt for the blocks before `block`; those from there on are the request's own."""
+        if not source._private:
+            source._private = self._table.private()
+        kept = [(min(until, block), chain) for until, chain in source._history]
+        self._history = [*kept, (block, source._private)]
+        self._private = self._table.private()
 
     def _prompt_chain(self) -> int:
         """The chain of a prompt that nothing names, shared by the samples of one request."""

@@ -29,7 +29,12 @@ def shed(scheduler: Scheduler, draft: Draft, now_fs: int) -> None:
     limit_s = scheduler.knobs.shed_after_s
     while limit_s is not None and (request := scheduler.waiting.head()) is not None:
         waited_s = to_s(now_fs - request.arrival_fs)
-        if scheduler.knobs.spares(request.spec.priority) or waited_s < limit_s or request.num_preemptions:
+        if (
+            scheduler.knobs.spares(request.spec.priority)
+            or waited_s < limit_s
+            or request.num_preemptions
+            or request.computed_high
+        ):
             return
         scheduler.waiting.pop()
         request.degrade("shed")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from .forking import Forking
 from .retention import Retention
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class RequestSpec:
     """Samples of this prompt to produce; see `samples`."""
     sample_of: str = ""
     """Requests with the same value here have the same prompt, named or not."""
+    slot: int = 0
+    """Place among the requests that are samples of one."""
+    forking: Forking | None = None
+    """How the samples come from each other by forks; None when each is a request of its own that finds their prompt in the cache."""
     cancel_after_s: float | None = None
     """The client goes away this long after arrival, if it is not served by then."""
     timeout_s: float | None = None
@@ -66,6 +71,10 @@ class RequestSpec:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"request {self.request_id}: {name} is {value}; it must be at least 1")
+        if self.forking is not None and self.n not in (1, self.forking.width):
+            raise ValueError(
+                f"request {self.request_id}: n is {self.n}, but it forks into {self.forking.width} sequences"
+            )
         if self.content_ids and self.content_block_tokens < 1:
             raise ValueError(
                 f"request {self.request_id}: content_block_tokens is {self.content_block_tokens}; ids name at least 1 token"
@@ -87,12 +96,13 @@ class RequestSpec:
 
 def samples(spec: RequestSpec) -> tuple[RequestSpec, ...]:
     """The `n` requests that stand for one request with `n` samples, as in vLLM V1: each is scheduled on its own, all share the
-    full blocks of their prompt, and all leave when the client leaves. They are called `id#0`, `id#1`, ….
+    full blocks of their prompt, and all leave when the client leaves. They are called `id#0`, `id#1`, …. With `forking` the
+    first computes the prompt and the others start as copies of it (`families`).
     """
     if spec.n == 1:
         return (spec,)
     return tuple(
-        replace(spec, request_id=f"{spec.request_id}#{index}", n=1, sample_of=spec.request_id)
+        replace(spec, request_id=f"{spec.request_id}#{index}", n=1, sample_of=spec.request_id, slot=index)
         for index in range(spec.n)
     )
 

@@ -17,6 +17,7 @@ from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
 from .decode import DecodeSet
 from .draft import Draft, Share
+from .families import Families
 from .groups import GroupTables
 from .growth import GroupGrowth, Growth
 from .holdings import Holdings
@@ -68,6 +69,8 @@ class Scheduler:
             if isinstance(tables, GroupTables)
             else Growth(self.decode, self.holdings)
         )
+        self.families = Families(self)
+        """Sequences that share blocks by forks."""
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
@@ -354,7 +357,7 @@ class Scheduler:
         self.swapped.popleft()
         draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
         self._free_cpu_blocks(request)
-        self._run(request, now_fs)
+        self.run(request, now_fs)
         self.holdings.hold(request, len(allocation.new_blocks), now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
@@ -399,7 +402,7 @@ class Scheduler:
         if allocation is None:
             return False
         self.waiting.pop()
-        self._run(request, now_fs)
+        self.run(request, now_fs)
         request.num_computed_tokens = hit_tokens
         request.num_registered = hit_tokens // config.block_size
         taken = request.table.blocks
@@ -416,7 +419,7 @@ class Scheduler:
         cap = self.knobs.cap_new
         if cap is not None and not self.knobs.spares(request.spec.priority):
             cap_output(self, request, cap, "cap_new")
-        if not request.num_preemptions:
+        if not request.num_preemptions and not request.computed_high:
             request.prefix_hit_tokens = hit_tokens
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
@@ -454,11 +457,12 @@ class Scheduler:
         self.offload.leave(loading, now_fs)
         spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
         self.holdings.hold(request, -len(spare), now_fs)
-        self._run(request, now_fs)
+        self.run(request, now_fs)
         self._begin(request, num_tokens, computed, loading.hits * self.config.block_size, draft)
         return True
 
-    def _run(self, request: Request, now_fs: int) -> None:
+    def run(self, request: Request, now_fs: int) -> None:
+        """Put a request that has blocks among the running."""
         request.order = self.num_admissions
         self.num_admissions += 1
         self._running_changes += 1
@@ -466,6 +470,18 @@ class Scheduler:
         self.running[request.order] = self.catching_up[request.order] = request
         if request.scheduled_fs is None and request.ended_fs is None:
             request.scheduled_fs = now_fs
+
+    def admits_copy(self, request: Request, now_fs: int) -> bool:
+        """Whether a request that would share another one's blocks, and need no more than one of its own next, may run now."""
+        if len(self.running) >= self.config.max_num_seqs or is_paused(self, request):
+            return False
+        return self._admission.may_start(request, 1, self.view_at(now_fs)) is True
+
+    def catch_up(self, request: Request) -> None:
+        """A running request has left the decode set, or got other blocks: it is served by itself in the next step."""
+        self._running_changes += 1
+        self.catching_up[request.order] = request
+        self.catching_up = dict(sorted(self.catching_up.items()))
 
     # -- bookkeeping shared with the engine -------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
     limit = scheduler.decode.steps_to_completion() or 1
     if max_steps is not None:
         limit = min(limit, max_steps)
+    if scheduler.families:
+        limit = scheduler.families.steps_to_next(limit)
     somebody_waits = (len(scheduler.waiting) or scheduler.swapped) and len(
         scheduler.running
     ) < scheduler.config.max_num_seqs

@@ -132,6 +132,11 @@ class EngineView:
         return 2 * len(self._scheduler.decode) * len(self._scheduler.config.groups)
 
     @property
+    def blocks_to_copy(self) -> int:
+        """Blocks that running requests share and must copy before they go on (forks). Only meaningful between steps."""
+        return self._scheduler.families.blocks_to_copy() if self._scheduler.families else 0
+
+    @property
     def oldest_wait_s(self) -> float:
         """How long the next request to be tried has waited since it was sent."""
         head = self._scheduler.waiting.head()
@@ -150,8 +155,9 @@ class EngineView:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, preempted and swapped ones included."""
-        return len(self._scheduler.waiting) + len(self._scheduler.swapped) + self._scheduler.num_unseen
+        """Queued requests, preempted and swapped ones included, and those that will start as copies of another one."""
+        scheduler = self._scheduler
+        return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held + scheduler.num_unseen
 
     @property
     def num_in_flight(self) -> int:

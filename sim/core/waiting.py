@@ -28,6 +28,10 @@ class WaitingQueue(Protocol):
         """Queue a preempted request."""
         ...
 
+    def started(self, request: Request) -> None:
+        """Hear that a request which was never queued has got its first token, as a copy of one that runs."""
+        ...
+
     def head(self) -> Request | None:
         """The next request to try."""
         ...
@@ -61,6 +65,9 @@ class FcfsQueue:
     def put_back(self, request: Request) -> None:
         """Queue at the front."""
         self._queue.appendleft(request)
+
+    def started(self, request: Request) -> None:
+        """Nothing depends on it."""
 
     def head(self) -> Request | None:
         """The oldest arrival, or the request preempted last."""
@@ -101,6 +108,9 @@ class KeyedQueue:
     def put_back(self, request: Request) -> None:
         """Queue by key."""
         heappush(self._heap, (self._key(request), request.arrival_fs, request.seq, request))
+
+    def started(self, request: Request) -> None:
+        """Nothing depends on it."""
 
     def head(self) -> Request | None:
         """The request with the smallest key, the oldest of them."""

@@ -27,34 +27,35 @@ class OverlappedHost:
     """The prices of `inner`, with the host's part hidden behind the device's where that is longer."""
 
     def __init__(self, inner: KnowsHost) -> None:
-        self._inner = inner
+        """`inner` prices steps that hide nothing."""
+        self.inner = inner
         self.name = inner.name
 
     def step_fs(self, shape: BatchShape) -> int:
         """Duration of one step of this shape."""
-        whole_fs = self._inner.step_fs(shape)
+        whole_fs = self.inner.step_fs(shape)
         if shape.after_pause:
             return whole_fs
-        host_fs = self._inner.host_fs(shape.decode_seqs + len(shape.prefill))
+        host_fs = self.inner.host_fs(shape.decode_seqs + len(shape.prefill))
         return max(host_fs, whole_fs - host_fs)
 
     def decode_stretch(
         self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
     ) -> Durations:
         """Durations of `steps` pure decode steps, in closed form: in each segment the device overtakes the host at most once."""
-        host_fs = self._inner.host_fs(decode_seqs)
+        host_fs = self.inner.host_fs(decode_seqs)
         segments: list[Segment] = []
-        for segment in self._inner.decode_stretch(decode_seqs, context_tokens, steps, max_context_tokens).segments:
+        for segment in self.inner.decode_stretch(decode_seqs, context_tokens, steps, max_context_tokens).segments:
             segments += _longer(segment, host_fs)
         return Durations(tuple(segments))
 
     def warnings(self) -> list[str]:
         """Those of the prices inside, and what is hidden."""
-        step_fs = self._inner.host_fs(0)
+        step_fs = self.inner.host_fs(0)
         return [
-            *self._inner.warnings(),
+            *self.inner.warnings(),
             f"asynchronous scheduling: the host's {to_s(step_fs) * 1e3:.3g} ms a step and "
-            f"{to_s(self._inner.host_fs(1) - step_fs) * 1e6:.3g} us a sequence are hidden where the device takes longer",
+            f"{to_s(self.inner.host_fs(1) - step_fs) * 1e6:.3g} us a sequence are hidden where the device takes longer",
         ]
 
 

@@ -32,6 +32,7 @@ class FittedProfile:
         self._rows_fs: dict[int, int] = {}
         self._prefill_fs: dict[tuple[int, int], tuple[int, int]] = {}
         self._step_fs, self._seq_fs = to_fs(terms.step_s), to_fs(terms.seq_s)
+        self._gap_fs = to_fs(terms.gap_s)
         self._copy_fs, self._swap_fs = to_fs(terms.copy_block_s), to_fs(terms.swap_block_s)
         self._launch_fs, self._tile_fs = to_fs(terms.chunk_launch_s), to_fs(terms.mixed_tile_s)
         self._seen = {"tokens": 0, "decodes": 0, "mean context tokens": 0}
@@ -56,6 +57,7 @@ class FittedProfile:
         return (
             self._step_fs
             + self._seq_fs * sequences
+            + self._gap_fs
             + moved
             + self._tokens(shape.num_tokens)
             + self._rows(shape.sampled_seqs)
@@ -97,7 +99,7 @@ class FittedProfile:
             grid = self.terms.decode
             line = IntegerLine([round(knot) * seqs for knot in grid.y], grid.row(seqs))
             rate = line.values[-1] / line.knots[-1]
-            base = self._step_fs + self._seq_fs * seqs + self._tokens(seqs)
+            base = self._step_fs + self._seq_fs * seqs + self._gap_fs + self._tokens(seqs)
             self._lines[seqs] = base, line, round(self.terms.decode_skew(seqs) * rate)
         return self._lines[seqs]
 

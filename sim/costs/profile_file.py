@@ -51,18 +51,23 @@ class ProfileFile:
         """One sentence on where its numbers come from and how good they are."""
         provenance, error = self.data["provenance"], self.data["error"]
         median = error["held_out"]["median"]
+        known = "of unknown error" if median is None else f"known to {median:.1%} (median on held-out points)"
         return (
             f"step times come from profile {self.name} ({provenance['source']}; {provenance['engine']}; {provenance['licence']}): "
-            f"kernels known to {median:.1%} (median on held-out points); {error['end_to_end']}"
+            f"{known}; {error['end_to_end']}"
         )
 
-    def host_s(self, num_layers: int, ranks: int) -> tuple[float, float]:
-        """Host and launch time a step of a model, and a sequence and step: what was fitted, and the gaps between kernels if stated."""
+    def host_s(self) -> tuple[float, float]:
+        """Host time a step, and a sequence and step."""
+        host = self.data["host"]
+        return float(host["step_us"]) * _US, float(host["seq_us"]) * _US
+
+    def gap_s(self, num_layers: int, ranks: int) -> float:
+        """All gaps between the kernels of a step of a model with so many layers; 0 where none is stated."""
         host = self.data["host"]
         layer = float(host.get("kernels_per_layer", 0)) + (COLLECTIVES_PER_LAYER if ranks > 1 else 0)
         kernels = float(host.get("kernels_per_step", 0)) + num_layers * layer
-        step_us = float(host["step_us"]) + kernels * float(host.get("kernel_gap_us", 0.0))
-        return step_us * _US, float(host["seq_us"]) * _US
+        return kernels * float(host.get("kernel_gap_us", 0.0)) * _US
 
 
 def read_profile(path: Path) -> ProfileFile:
@@ -116,7 +121,7 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
     Raises: ConfigError for a missing or malformed term.
     """
     terms, limits = profile.data["terms"], profile.data["range"]
-    step_s, seq_s = profile.host_s(num_layers, profile.tensor_parallel_size)
+    step_s, seq_s = profile.host_s()
     try:
         return StepTerms(
             dense=line(terms["dense"], "tokens"),
@@ -132,8 +137,10 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
             chunk_launch_s=float(terms["chunk_launch_us"]) * _US,
             decode_skew=line(terms["decode_skew"], "seqs", "share"),
             mixed_skew=line(terms["mixed_skew"], "seqs", "share"),
+            gap_s=profile.gap_s(num_layers, profile.tensor_parallel_size),
             step_s=step_s,
             seq_s=seq_s,
+            samples=samples(profile),
             padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
             max_tokens=int(limits["max_tokens"]),
             max_seqs=int(limits["max_seqs"]),
@@ -143,6 +150,20 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{profile.where}: a term is missing or malformed: {type(error).__name__} {error}") from error
+
+
+def samples(profile: ProfileFile, gemm: str = "dense") -> dict[str, tuple[float, ...]]:
+    """Draws of how far each term may be off. `gemm` is the file's name of what stands for the dense term."""
+    found = {name: tuple(map(float, drawn)) for name, drawn in profile.data.get("samples", {}).items()}
+    whole = found.get("step")  # times of whole steps: their parts are off together
+    named = {
+        "dense": found.get(gemm, whole),
+        "rows": found.get("rows", found.get(gemm, whole)),
+        "prefill": found.get("prefill", whole),
+        "decode": found.get("decode", whole),
+        "mixed": found.get("mixed", found.get("decode", whole)),
+    }
+    return {name: drawn for name, drawn in named.items() if drawn}
 
 
 def line(table: Mapping[str, Any], x: str, y: str = "us") -> Line:

@@ -9,7 +9,8 @@ for any model) is not known here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .piecewise import Field, Grid, Line
 
@@ -58,14 +59,19 @@ class StepTerms:
     """
     mixed_skew: Line = NO_SKEW
     """The same in steps with prefill chunks."""
+    gap_s: float = 0.0
+    """Gaps between the kernels of a step: the device's, whatever the host does."""
     step_s: float = 0.0
-    """Host and launch time of a step that the device does not hide."""
+    """Host time of a step, which planning ahead may hide."""
     seq_s: float = 0.0
     """The same a sequence."""
     copy_block_s: float = 0.0
     """Copying one KV block on the device."""
     swap_block_s: float = 0.0
     """Moving one KV block between the device and the host."""
+    samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """How far a term may be off as a whole: draws of the factor that makes it right, by `dense`, `rows`, `prefill`, `decode` and `mixed`.
+    A term that is missing is taken to be right."""
     padded_sizes: tuple[int, ...] = ()
     """Token counts for which CUDA graphs exist: a smaller step is padded up to the next one. Empty: never padded."""
     max_tokens: int

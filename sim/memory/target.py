@@ -15,12 +15,12 @@ from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
 
 from .build import build_ledger
-from .kv_groups import sequences_blocks
+from .kv_groups import rounding_waste_tokens, sequences_blocks
 from .ledger import Ledger
 
 _PATTERN = re.compile(
     r"(?P<requests>[\d_,]+)\s*(?:requests?)?\s*[x×*]\s*(?P<prompt>[\d_,]+)(?:\s*\+\s*(?P<output>[\d_,]+))?\s*(?:tokens?)?"
-    r"(?:\s*[,x×]?\s*n\s*=\s*(?P<sequences>\d+))?",
+    r"(?:\s*[,x×*]?\s*(?:n\s*=\s*(?P<sequences>\d+)|(?P<beams>\d+)\s*(?:beams?|samples?)))?",
     re.IGNORECASE,
 )
 _UTILISATION_LIMIT = 0.95
@@ -55,6 +55,14 @@ class Target:
             self.prompt_tokens, self.output_tokens, self.sequences, ledger.block_size
         )
 
+    def unfilled_tokens(self, ledger: Ledger) -> int:
+        """Slots at the ends of last blocks, which hold no token: what rounding to blocks wastes. 0 for a hybrid model's unlike groups."""
+        if ledger.layout.is_hybrid:
+            return 0
+        shared = self.prompt_tokens // ledger.block_size * ledger.block_size if self.sequences > 1 else 0
+        own = self.tokens - shared
+        return self.requests * self.sequences * rounding_waste_tokens(own, ledger.block_size)
+
     def shortage_bytes(self, ledger: Ledger) -> int:
         """Bytes a rank by which the pool is too small; 0 or less when the load fits."""
         return (self.blocks(ledger) - ledger.num_gpu_blocks) * ledger.block_bytes
@@ -69,7 +77,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read `64 requests x 8192 tokens`; also `64 x 8192`, `64 requests x 4096+1024 tokens, n=4`.
+    """Read `64 requests x 8192 tokens`; also `64 x 8192`, `64 requests x 4096+1024 tokens, n=4` or `… x 4 beams`.
 
     Raises:
         ConfigError: not of that form.
@@ -88,7 +96,7 @@ def parse_target(text: str) -> Target:
         requests=numbers["requests"],
         prompt_tokens=numbers["prompt"],
         output_tokens=numbers.get("output", 0),
-        sequences=numbers.get("sequences", 1),
+        sequences=numbers.get("sequences", numbers.get("beams", 1)),
     )
 
 

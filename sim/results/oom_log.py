@@ -34,6 +34,8 @@ _CALLS = {
     "prompt_logprobs": ("execute_model", "_get_prompt_logprobs_dict"),
 }
 """The calls on the stack in each phase of a step, outermost first."""
+_ANY_CALL = ("execute_model",)
+"""What is on it where a real device says no more than that a step failed."""
 
 
 def size_text(size: int) -> str:
@@ -123,7 +125,10 @@ def _failure(recorder: Recorder, device: Device, event: OomEvent) -> list[str]:
         f"{to_s(event.start_fs):.6f} s, step {event.step}: {shape.num_tokens} tokens in {prompts}; {shape.decode_seqs} sequences "
         f"decode; {used:.1%} of the KV blocks are in use",
         "Traceback (most recent call last):",
-        *(f'  File "simulated_engine.py", line {line}, in {name}' for line, name in enumerate(_CALLS[phase], start=1)),
+        *(
+            f'  File "simulated_engine.py", line {line}, in {name}'
+            for line, name in enumerate(_CALLS.get(phase, _ANY_CALL), start=1)
+        ),
         _message(device, event),
     ]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .report_answers import answer
 from .report_device import device_figure, device_note
+from .report_executors import executors_html
 from .report_figures import LATENCIES, class_figure, finished_values, latency_figure, objectives
 from .report_format import count, escape, plural, seconds
 from .report_layout import Figure
@@ -34,6 +35,7 @@ def report_html(result: Result) -> str:
         _latency_section(result, figures),
         _time_section(result, figures),
         _class_section(result, figures),
+        executors_html(summary),
         waterfall_html(result.ledger),
         requests_html(result),
         provenance_html(result),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from itertools import groupby
 from typing import Any
 
 import simpy
@@ -32,20 +33,24 @@ def closed_loop(
 ) -> Generator[simpy.Event, Any, None]:
     """Send requests in order, each at its time or, if later, when fewer than `max_concurrency` are outstanding.
 
-    As `vllm bench serve --max-concurrency`: a request's clock starts when it is sent, not when it could have been.
+    As `vllm bench serve --max-concurrency`: a request's clock starts when it is sent, not when it could have been. The samples of one
+    request are sent together, and are one that is outstanding until the last of them ends.
     """
     slots = simpy.Resource(env, max_concurrency)
 
-    def occupy(spec: RequestSpec, slot: simpy.resources.resource.Request) -> Generator[simpy.Event, Any, None]:
-        yield send(spec)
+    def occupy(
+        together: Sequence[RequestSpec], slot: simpy.resources.resource.Request
+    ) -> Generator[simpy.Event, Any, None]:
+        yield from [send(spec) for spec in together]
         yield env.timeout(CLIENT_TURNAROUND_FS)
         slots.release(slot)
 
-    for spec in requests:
-        yield from _wait_until(env, spec.arrival_s)
+    for _, samples in groupby(requests, key=lambda spec: spec.sample_of or spec.request_id):
+        together = list(samples)
+        yield from _wait_until(env, together[0].arrival_s)
         slot = slots.request()
         yield slot
-        env.process(occupy(spec, slot))
+        env.process(occupy(together, slot))
 
 
 def patience(

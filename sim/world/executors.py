@@ -1,4 +1,6 @@
-"""Executors that need no device: one that prices plans, one that writes down what another measured, one that plays it back."""
+"""Executors that need no device: one that prices plans, one that prices what another does, one that writes down what another
+measured, one that plays it back.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,28 @@ class ModelExecutor:
                 shape.decode_seqs, shape.decode_context_tokens, plan.repeat, shape.decode_max_context_tokens
             )
         )
+
+
+class PricedExecutor:
+    """Lets another executor do the steps, and a cost model say how long they take: real work in simulated time.
+
+    What is decided, and so what runs together, is then the same every time, whatever else the machine is doing.
+    """
+
+    def __init__(self, inner: Executor, cost: CostModel) -> None:
+        self._inner = inner
+        self._prices = ModelExecutor(cost)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """What the other executor computed, in the durations of the model."""
+        result = self._inner.execute(plan)
+        durations = self._prices.execute(plan).durations.prefix(result.steps)
+        return StepResult(durations=durations, stopped=result.stopped, tokens=result.tokens, oom=result.oom)
+
+    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Passed on."""
+        if isinstance(self._inner, HoldsBlocks):
+            self._inner.close(releases)
 
 
 Recording = dict[int, tuple[int, OomReport | None]]

@@ -93,7 +93,7 @@ class Replica:
 
     def serve(self) -> Generator[simpy.Event, Any, None]:
         """The engine's loop; it never ends, it only runs out of events."""
-        env, core = self._env, self.core
+        core = self.core
         while True:
             plan = core.plan(self._now_fs, self._max_repeat)
             self._after_event(nudge=False)

@@ -93,8 +93,14 @@ def run_world(
         recorders.append(recorder)
     route = ROUTERS[router]()
 
+    placed: dict[str, Replica] = {}  # the samples of one request go where its first one went
+
     def send(spec: RequestSpec) -> None:
-        server = servers[route(spec, servers)]
+        server = placed.get(spec.sample_of)
+        if server is None:
+            server = servers[route(spec, servers)]
+            if spec.sample_of:
+                placed[spec.sample_of] = server
         server.submit(spec)
         if spec.timeout_s is not None or spec.cancel_after_s is not None:
             env.process(patience(env, spec, server.abort))

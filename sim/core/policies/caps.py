@@ -125,11 +125,11 @@ class MaxQueuedTokens(FrontDoor):
 
     def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
         """Count the prompt tokens that have no first token yet."""
-        used, piece = view.waiting_prompt_tokens, view.drain.mean_prompt_tokens() or float(spec.input_tokens)
+        used, piece = view.waiting_prompt_tokens, view.drain.prompt_piece_tokens() or float(spec.input_tokens)
         if not self.limit:
             return Rejection(code=self.code, http_status=503, reason="the server takes no requests: its limit is 0")
         rate = view.drain.prefill_tokens_per_s() or piece / self.first_wait_s
-        drain = Drain(rate_per_s=rate, piece=piece, samples=view.drain.KEEP_PROMPTS)
+        drain = Drain(rate_per_s=rate, piece=piece, samples=view.drain.num_prompts())
         level = Level(used=used, asked=1, limit=self.limit, units=spec.input_tokens, drain=drain)
         return self._judge(
             spec,

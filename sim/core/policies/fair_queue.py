@@ -77,6 +77,11 @@ class FairQueue:
         self._waiting.setdefault(request.spec.tenant, deque()).appendleft(request)
         self._num_waiting += 1
 
+    def started(self, request: Request) -> None:
+        """Its tenant is charged for its output from the first token on; for the prompt it was when the first copy started."""
+        served = self._served[request.seq] = _Served(request)
+        served.charged = 0
+
     def head(self) -> Request | None:
         """The oldest request of the tenant with the smallest counter."""
         self._settle()
@@ -101,7 +106,7 @@ class FairQueue:
         if not self._waiting[tenant]:
             del self._waiting[tenant]
             self._left_last = tenant
-        if not request.num_preemptions:
+        if not request.num_preemptions and not request.computed_high:
             self._counters[tenant] = self.counter(tenant) + self._input_weight * request.spec.input_tokens
         self._served[request.seq] = _Served(request)
         return request

@@ -58,8 +58,8 @@ class TtftDeadline(FrontDoor):
             units=spec.input_tokens,
             drain=Drain(
                 rate_per_s=rate,
-                piece=view.drain.mean_prompt_tokens() or float(spec.input_tokens),
-                samples=view.drain.KEEP_PROMPTS,
+                piece=view.drain.prompt_piece_tokens() or float(spec.input_tokens),
+                samples=view.drain.num_prompts(),
             ),
         )
         return self._judge(

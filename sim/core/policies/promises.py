@@ -10,6 +10,8 @@ seconds has
 
     mean x = r*h,    variance x*g + x^2/n.
 
+Pieces of different sizes s count as if all were of size g = E[s^2] / E[s].
+
 A place behind k units is due when at least k have been given back with probability 95 %: at the larger root x of
 x - z*sqrt(x*g + x^2/n) = k, z = 1.645. Newcomers are let in only if, at the time of every promise, the same low estimate still
 covers what is promised until then; so the room that the margin leaves is filled by newcomers as a promise comes nearer, and not left
@@ -44,7 +46,10 @@ class Drain:
     piece: float = 1.0
     """Typical size of what leaves at once."""
     samples: int = 255
-    """Departures that the rate was measured over."""
+    """Departures that the rate was measured over; fewer than 8 are taken for 8."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", max(self.samples, 8))
 
     def surely(self, seconds: float) -> float:
         """Units given back within so many seconds, with probability 95 %."""

@@ -99,6 +99,9 @@ class DeferringQueue:
         """A preempted request has had its first token, or keeps its deadline."""
         self._hopeful.put_back(request)
 
+    def started(self, request: Request) -> None:
+        """Nothing depends on it."""
+
     def head(self) -> Request | None:
         """The most urgent that is not late; of the late ones the oldest."""
         while (request := self._hopeful.head()) is not None:

@@ -52,7 +52,7 @@ class FullReservation(AdmissionBase):
         if key != self._key:
             self._key = key
             reserved = sum(max(0, self.worst_case(running, view) - running.held_blocks) for running in view.running())
-            self._unreserved = view.num_free_blocks - reserved
+            self._unreserved = view.num_free_blocks - reserved - view.blocks_to_copy
         return self._unreserved
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:

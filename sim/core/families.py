@@ -1,0 +1,279 @@
+"""Families: sequences of one request that share blocks by forks with copy-on-write (n samples, beams).
+
+The first sequence computes the prompt; the others are held until it has, and then start as copies of it: running requests whose
+tables are the same blocks. Whoever writes first into a shared block that is not full gets a copy of it (`BlockTables.grow`); since
+blocks are only ever appended to, what the other writes behind a copy's end does not disturb it. Later a sequence may go on as a copy of
+another one: it gives its own blocks back and shares those.
+
+A held sequence that may not run when its turn comes (no sequence slot, admission says no) waits at the head of the queue and comes back
+through the prefix cache, where its source's full blocks can be found; so does one that lost its blocks. A fork takes no tokens away:
+a sequence that is ahead of its source, or that would be finished by the copy, stays as it is.
+Source: vLLM V0 sequence groups (engine-policies §1.2), which forked tables like this. Left out: V0 swapped whole groups, so its beams
+never parted; here one that lost its blocks lags behind the others until it is replaced by a copy of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .blocks import NO_BLOCK
+from .relief import cap_output
+from .request import Request, State
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A sequence that goes on as a copy of another one."""
+
+    child: Request
+    source: Request
+    started: bool = False
+    """Whether it was held, and runs now."""
+    shares: bool = False
+    """Whether it has the source's blocks now; otherwise it waits, and will have to find or compute them again."""
+    released: list[int] | None = None
+    """Blocks that it gave back for that; None if it had none."""
+
+
+class Family:
+    """The sequences of one request that are in the engine."""
+
+    __slots__ = ("counted", "due", "held", "leader", "members", "_replaced")
+
+    def __init__(self, leader: Request) -> None:
+        self.leader = leader
+        """Computes the prompt for all."""
+        self.held: list[Request] = []
+        """Those that will start as copies of it."""
+        self.members = {leader.spec.slot: leader}
+        """By place in the request."""
+        self.due: dict[str, int] = {}
+        """By sequence: the number of output tokens at which others go on as copies of it."""
+        self.counted: dict[str, int] = {}
+        """By sequence: the number of output tokens up to which that has been done."""
+        self._replaced: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    def replaced(self, tokens: int) -> tuple[tuple[int, int], ...]:
+        """As `Forking.replaced`, remembered."""
+        pairs = self._replaced.get(tokens)
+        if pairs is None:
+            spec = self.leader.spec
+            assert spec.forking is not None
+            pairs = self._replaced[tokens] = spec.forking.replaced(spec.sample_of, tokens)
+        return pairs
+
+
+class Families:
+    """Holds, forks and forgets the sequences of one engine's requests."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._families: dict[str, Family] = {}
+        self.num_held = 0
+        """Sequences that wait for the first of theirs to compute their prompt; they are in no queue."""
+
+    def __bool__(self) -> bool:
+        return bool(self._families)
+
+    def ids(self, name: str) -> list[str]:
+        """The sequences of request `name` that are in the engine."""
+        family = self._families.get(name)
+        return [] if family is None else [member.request_id for member in family.members.values()]
+
+    # -- coming and going -------------------------------------------------------------------------------------------
+
+    def join(self, request: Request) -> bool:
+        """A sequence has arrived; True if it is held until the first of its family has computed their prompt."""
+        family = self._families.get(request.spec.sample_of)
+        if family is None:
+            self._families[request.spec.sample_of] = Family(request)
+            return False
+        family.members[request.spec.slot] = request
+        if family.leader.first_token_fs is not None:
+            return False
+        family.held.append(request)
+        self.num_held += 1
+        return True
+
+    def drop(self, request: Request) -> bool:
+        """The client of a sequence left; True if it was held here."""
+        family = self._families.get(request.spec.sample_of)
+        if family is None or request not in family.held:
+            return False
+        family.held.remove(request)
+        self.num_held -= 1
+        return True
+
+    def ended(self, request: Request) -> None:
+        """A sequence has ended. If others were to start as copies of it, the next of them computes the prompt instead."""
+        family = self._families.get(request.spec.sample_of)
+        if family is None or family.members.get(request.spec.slot) is not request:
+            return
+        del family.members[request.spec.slot]
+        family.due.pop(request.request_id, None)
+        if not family.members:
+            del self._families[request.spec.sample_of]
+        elif request is family.leader and family.held:
+            family.leader = family.held.pop(0)
+            self.num_held -= 1
+            self._scheduler.waiting.add(family.leader)
+
+    # -- looking ahead ------------------------------------------------------------------------------------------------
+
+    def steps_to_next(self, limit: int) -> int:
+        """Decode steps until a sequence is copied, at most `limit`."""
+        for family in self._families.values():
+            for member in family.members.values():
+                if member.decoding:
+                    limit = min(limit, self._due(family, member) - self._output(member))
+        return max(limit, 1)
+
+    def _due(self, family: Family, member: Request) -> int:
+        """Output tokens at which the next copy of a sequence is made, or at which it ends; never before the next token."""
+        has, spec = self._output(member), member.spec
+        due = family.due.get(member.request_id, 0)
+        if due <= has:
+            stop = max(member.target_tokens - spec.input_tokens, has + 1)
+            ahead = range(max(has + 1, 2), stop)
+            due = next((tokens for tokens in ahead if any(of == spec.slot for _, of in family.replaced(tokens))), stop)
+            family.due[member.request_id] = due
+        return due
+
+    def _output(self, member: Request) -> int:
+        return self._scheduler.decode.known(member) - member.spec.input_tokens
+
+    def blocks_to_copy(self) -> int:
+        """Copies that sequences which have just become copies of others must make before they write."""
+        scheduler = self._scheduler
+        groups, ref_cnt = scheduler.config.groups, scheduler.pool.ref_cnt
+        return sum(
+            request.num_computed_tokens % group.block_size > 0 and ref_cnt(table.blocks[-1]) > 1
+            for request in scheduler.catching_up.values()
+            if request.spec.forking is not None
+            for group, table in zip(groups, request.table.groups, strict=True)
+            if table.blocks
+        )
+
+    # -- forking ------------------------------------------------------------------------------------------------------
+
+    def after_step(self, chosen: Mapping[str, str] | None, stopped: Collection[str], now_fs: int) -> list[Fork]:
+        """Make the forks that are due when a step has been counted.
+
+        `chosen` are those that a sampler asks for, child to source; None leaves it to the requests' own fate. Raises ValueError if a
+        sampler asks for what is no fork.
+        """
+        forks: list[Fork] = []
+        for family in self._families.values():
+            if family.held and family.leader.first_token_fs is not None:
+                self.num_held -= len(family.held)
+                forks += [self._start(child, family.leader, now_fs) for child in family.held]
+                family.held = []
+        pairs = self._fated(stopped) if chosen is None else self._asked(chosen)
+        return forks + [
+            self._follow(child, source, now_fs) for child, source in pairs if self._may_follow(child, source)
+        ]
+
+    def _fated(self, stopped: Collection[str]) -> list[tuple[Request, Request]]:
+        """Children and sources, by the requests' own fate. At the first token all are copies of one anyway."""
+        pairs: list[tuple[Request, Request]] = []
+        for family in self._families.values():
+            for source in family.members.values():
+                has = self._output(source)
+                if source.state is not State.RUNNING or has <= family.counted.get(source.request_id, 1):
+                    continue
+                family.counted[source.request_id] = has
+                if source.request_id not in stopped:
+                    pairs += [
+                        (family.members[slot], source)
+                        for slot, of in family.replaced(has)
+                        if of == source.spec.slot and slot in family.members
+                    ]
+        return pairs
+
+    def _asked(self, chosen: Mapping[str, str]) -> list[tuple[Request, Request]]:
+        by_id = {
+            member.request_id: (family, member)
+            for family in self._families.values()
+            for member in family.members.values()
+        }
+        pairs: list[tuple[Request, Request]] = []
+        for child_id, source_id in chosen.items():
+            if child_id not in by_id or source_id not in by_id:
+                continue  # a client left during the step: this choice comes too late
+            (family, child), (other, source) = by_id[child_id], by_id[source_id]
+            if family is not other or child is source or source.state is not State.RUNNING or source_id in chosen:
+                raise ValueError(
+                    f"the result says that {child_id!r} goes on as a copy of {source_id!r}; they must be two sequences of one request, "
+                    "and the second must run and be no copy itself"
+                )
+            pairs.append((child, source))
+        return pairs
+
+    def _may_follow(self, child: Request, source: Request) -> bool:
+        known = self._scheduler.decode.known
+        return known(child) <= known(source) < child.target_tokens
+
+    def _start(self, child: Request, source: Request, now_fs: int) -> Fork:
+        """A held sequence starts as a copy of the one that has just computed their prompt, or waits for room."""
+        scheduler = self._scheduler
+        child.first_token_fs = child.last_token_fs = now_fs
+        scheduler.backlog_tokens -= child.spec.input_tokens
+        self._copy_content(child, source)
+        scheduler.waiting.started(child)
+        if child.num_tokens < child.target_tokens and not scheduler.admits_copy(child, now_fs):
+            scheduler.holdings.publish(source, scheduler.decode.computed(source))
+            scheduler.waiting.put_back(child)
+            return Fork(child, source)
+        child.scheduled_fs = source.scheduled_fs
+        scheduler.run(child, now_fs)
+        self._share(child, source, now_fs)
+        cap = scheduler.knobs.cap_new
+        if cap is not None and not scheduler.knobs.spares(child.spec.priority):
+            cap_output(scheduler, child, cap, "cap_new")
+        return Fork(child, source, started=True, shares=True)
+
+    def _follow(self, child: Request, source: Request, now_fs: int) -> Fork:
+        """A sequence goes on as a copy of another one."""
+        scheduler, released = self._scheduler, None
+        if child.state is State.RUNNING:
+            if child.decoding:
+                scheduler.decode.leave(child)
+            why = f"goes on as a copy of {source.request_id}"
+            released = scheduler.holdings.release(child, why, now_fs, reusable=False)
+            self._copy_content(child, source)
+            self._share(child, source, now_fs)
+            scheduler.catch_up(child)
+        else:
+            if child.state is State.SWAPPED:
+                scheduler.drop_swapped(child)
+                child.state, child.num_computed_tokens = State.WAITING, 0
+                scheduler.waiting.put_back(child)
+            scheduler.holdings.publish(source, scheduler.decode.computed(source))
+            self._copy_content(child, source)
+        if child.last_token_fs is not None and child.last_token_fs < now_fs:
+            child.other_gaps_fs.append(now_fs - child.last_token_fs)
+        child.last_token_fs = now_fs
+        return Fork(child, source, shares=released is not None, released=released)
+
+    def _copy_content(self, child: Request, source: Request) -> None:
+        """The child is made of the source's tokens now; its own keys begin with the block that they part in."""
+        scheduler = self._scheduler
+        computed = scheduler.decode.computed(source)
+        child.num_tokens = scheduler.decode.known(source)
+        child.computed_high = max(child.computed_high, computed)
+        child.keys.follow(source.keys, computed // scheduler.config.block_size)
+
+    def _share(self, child: Request, source: Request, now_fs: int) -> None:
+        scheduler = self._scheduler
+        child.table = scheduler.holdings.tables.fork(source.table, child.request_id)
+        child.num_computed_tokens = scheduler.decode.computed(source)
+        child.num_registered = source.num_registered
+        child.dropped_tokens = source.dropped_tokens
+        blocks = child.table.blocks
+        scheduler.holdings.hold(child, sum(1 for block_id in blocks if block_id != NO_BLOCK), now_fs)
+        scheduler.holdings.sharing.join(child, [table.blocks for table in child.table.groups], now_fs)

@@ -1,0 +1,98 @@
+"""The report's card of what really ran: kernels by operation, fallbacks, graphs, and the operation that held the memory peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .report_format import count, escape, gib, plural
+
+_MOST_ROWS = 12
+"""Operations of a followed step that are shown: those with the most live bytes."""
+
+
+def executors_html(summary: Mapping[str, Any]) -> str:
+    """One card an executor; empty for a simulation."""
+    executors: Sequence[Mapping[str, Any]] = summary.get("executors") or ()
+    cards = []
+    for index, executor in enumerate(executors):
+        title = "What ran" if len(executors) == 1 else f"What ran: replica {index}"
+        parts = [_facts(executor), _fallbacks(executor), _served(executor), _peak(executor.get("peak_by_op"))]
+        cards.append(f'<section class="card"><h2>{title}</h2>{"".join(parts)}</section>')
+    return "".join(cards)
+
+
+def _facts(executor: Mapping[str, Any]) -> str:
+    sizes, blocks = executor["bytes"], executor["blocks"]
+    sentences = [
+        f"{count(executor['steps'])} steps on {executor['device']}, {count(executor['oom_steps'])} of them out of memory, "
+        f"{count(executor['split_steps'])} in several passes",
+        f"weights {gib(sizes['weights'])}, KV pool {gib(sizes['kv_cache'])}, workspace {gib(sizes['workspace'])} "
+        f"(used {gib(sizes['workspace_high_water'])} at the most)",
+        f"in the end {plural(blocks['allocated'], 'block')} held, {plural(blocks['quarantined'], 'block')} in quarantine",
+    ]
+    graphs = executor.get("graphs")
+    if graphs is None:
+        sentences.append("no captured decode batches: every step was eager")
+    else:
+        replayed, eager = sum(graphs["replays"].values()), graphs["eager_steps"]
+        why = "; ".join(f"{count(steps)}: {reason}" for reason, steps in eager.items())
+        sentences.append(f"{plural(replayed, 'step')} by captured batches, others eager ({why or 'none'})")
+    nvml = executor.get("nvml") or {}
+    if "absent" in nvml:
+        sentences.append(f"NVML not read: {nvml['absent']}")
+    return f'<p class="soft small">{escape(". ".join(sentences))}.</p>'
+
+
+def _fallbacks(executor: Mapping[str, Any]) -> str:
+    rows = [
+        f"<b>{escape(entry['operation'])}</b> fell back to {escape(entry['served'])} {count(entry['calls'])} times: "
+        f"{escape(entry['reason'])}"
+        for entry in executor["fallbacks"]
+    ]
+    return (
+        f'<p style="color:var(--bad)">{"<br>".join(rows)}</p>'
+        if rows
+        else '<p class="small">No operation fell back.</p>'
+    )
+
+
+def _served(executor: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f'<tr><td class="text">{escape(operation)}</td><td class="text">{escape(implementation)}</td><td>{count(calls)}</td></tr>'
+        for operation, by in executor["served"].items()
+        for implementation, calls in by.items()
+    )
+    head = '<tr><th class="text">Operation</th><th class="text">Served by</th><th>Calls</th></tr>'
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+
+
+def _peak(document: Mapping[str, Any] | None) -> str:
+    if document is None:
+        return ""
+    widest = sorted(document["operations"], key=lambda row: -row["live_bytes"])[:_MOST_ROWS]
+    rows = "".join(map(_operation_row, widest))
+    head = (
+        '<tr><th class="text">Operation</th><th class="text">Served by</th><th class="text">Into</th><th>Live bytes</th>'
+        "<th>Ledger: its line</th><th>Ledger: its phase</th></tr>"
+    )
+    title = f"Memory peak of step {count(document['step'])}"
+    return (
+        f'<h3 style="margin-top:1rem">{title}</h3><p class="soft small">{escape(document["answer"])}</p>'
+        f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+    )
+
+
+def _operation_row(row: Mapping[str, Any]) -> str:
+    name = escape(row["operation"])
+    texts = (
+        f"<b>{name}</b>" if row["is_peak"] else name,
+        row["served_by"] + (" (fallback)" if row["fallback"] else ""),
+    )
+    numbers = (count(row["live_bytes"]), _or_dash(row["predicted_bytes"]), _or_dash(row["predicted_phase_bytes"]))
+    cells = "".join(f'<td class="text">{text}</td>' for text in (*texts, escape(row["into"])))
+    return f"<tr>{cells}{''.join(f'<td>{number}</td>' for number in numbers)}</tr>"
+
+
+def _or_dash(value: int | None) -> str:
+    return "–" if value is None else count(value)
