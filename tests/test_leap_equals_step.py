@@ -222,13 +222,16 @@ def test_a_stretch_of_several_segments_is_cut_and_summed_exactly(scenario: Scena
     assert_leap_equals_step(scenario)
 
 
+NEED_CPU_MEMORY = ("swap_out", "offload_cache", "run_on_cpu")
+
+
 @st.composite
 def rungs(draw: st.DrawFn) -> Rung:
     """A rung of the degradation ladder that goes on and off often; `swap_out` is a `pause` with a CPU pool."""
     signal = draw(st.sampled_from(["kv_usage", "shortage", "queue_s", "preemptions"]))
     thresholds = {"kv_usage": [0.3, 0.6, 0.9], "shortage": [0.0001, 0.2], "queue_s": [4 * TICK_S, 20 * TICK_S]}
     on = draw(st.sampled_from(thresholds.get(signal, [1.0, 2.0])))
-    action = draw(st.sampled_from([action for action in ACTIONS if action != "swap_out"]))
+    action = draw(st.sampled_from([action for action in ACTIONS if action not in NEED_CPU_MEMORY]))
     return Rung(
         action=action,
         signal=signal,

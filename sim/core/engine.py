@@ -251,6 +251,10 @@ class EngineCore:
         elif request.state is State.SWAPPED:
             self._scheduler.drop_swapped(request)
             self._end(request, outcome, reason, now_fs)
+        elif request.state is State.ON_CPU:
+            assert self._scheduler.cpu_server is not None
+            self._scheduler.cpu_server.leave(request, now_fs)
+            self._end(request, outcome, reason, now_fs)
         elif self._plan is not None:
             request.abort_fs = now_fs
             self._leaving.append(request)
@@ -278,6 +282,7 @@ class EngineCore:
         if lag is not None:
             lag.look_back(now_fs)
         self.pool.tick(now_fs)
+        self.wake(now_fs)
         completed = None if self._offload is None else self._offload.take_completed()
         moved, relief = self._pressure.climb(now_fs)
         self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
@@ -314,6 +319,7 @@ class EngineCore:
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
             saves=self._copies[0] if self._copies else (),
             loads=self._copies[1] if self._copies else (),
+            to_cpu=tuple(self._decisions.to_cpu),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
             forks=tuple(self._decisions.forked),
             admitted=tuple(self._decisions.admitted),
@@ -407,6 +413,8 @@ class EngineCore:
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
         if self._lag is not None and result.oom is not None:
             self._catch_up(self._lag, now_fs)  # what was planned ahead of a step that failed is void
+        if plan.shape.num_tokens:
+            self._pressure.note_workspace(result.workspace_share)
         if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
             victim, reason = hopeless
             self._retire(victim, now_fs)
@@ -432,6 +440,35 @@ class EngineCore:
             self._passed.append((fence, done))
         else:
             self._offload.pass_fence(fence, now_fs, done=done)
+
+    def next_wake_fs(self, now_fs: int) -> int | None:
+        """When `wake` is to be called: the next request on the CPU executor has all its tokens, or may go back to an idle device."""
+        server = self._scheduler.cpu_server
+        if server is None or not server.serving:
+            return None
+        end_fs, back_fs = server.next_end_fs, self._pressure.cpu_held_until_fs()
+        assert end_fs is not None
+        if self._plan is None and back_fs is not None and back_fs > now_fs:
+            return min(end_fs, back_fs)
+        return end_fs
+
+    def wake(self, now_fs: int) -> None:
+        """Time has passed for the CPU executor: who has all tokens there has finished. The next decision may differ."""
+        server = self._scheduler.cpu_server
+        for request in server.finished(now_fs) if server is not None and server.serving else ():
+            assert request.last_token_fs is not None
+            self._finish(request, False, request.last_token_fs)
+
+    @property
+    def watches_workspace(self) -> bool:
+        """Whether a decision depends on how much memory steps need."""
+        return self._pressure.watches_workspace
+
+    @property
+    def cpu_tokens(self) -> int | None:
+        """Tokens that the CPU executor produced; None without one."""
+        server = self._scheduler.cpu_server
+        return None if server is None else server.tokens
 
     @property
     def idle_holdings(self) -> tuple[int, int, int]:
@@ -471,6 +508,7 @@ class EngineCore:
         decisions.copied += draft.copies
         decisions.swapped_out += draft.swap_outs
         decisions.swapped_in += draft.swap_ins
+        decisions.to_cpu += draft.to_cpu
         self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
         self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
         for request, rejection in draft.turned_away:
@@ -604,7 +642,9 @@ class EngineCore:
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         lag = self._lag
-        if lag is None:
+        if request.state is State.ON_CPU:
+            pass  # it holds nothing any more
+        elif lag is None:
             self._retire(request, now_fs)
         else:
             lag.ended(request, foreseen=not stopped and ends_by_length(request, self.config.max_model_len))

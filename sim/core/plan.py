@@ -210,6 +210,8 @@ class StepPlan:
     they are saved (`EngineCore.pass_fence`), and until then rewrites neither end."""
     loads: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...] = ()
     """`(request_id, fence, (CPU block, device block) pairs)` to begin to load from it; nobody uses the blocks before the core has heard."""
+    to_cpu: tuple[str, ...] = ()
+    """Requests among the swap-outs that go on on the CPU executor, until they are swapped in or have all their tokens."""
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
@@ -248,6 +250,8 @@ class StepResult:
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled token ids a request, where a real model ran; empty in a simulation."""
 
+    workspace_share: float | None = None
+    """Share of the memory left for steps that the last of them needed, where the executor knows."""
     oom: OomReport | None = None
     """Set when the last of the steps failed for lack of memory: it took its time and computed nothing."""
 
@@ -274,6 +278,7 @@ class StepResult:
             stopped=self.stopped,
             forked=self.forked,
             tokens=self.tokens,
+            workspace_share=self.workspace_share,
             oom=oom,
         )
 

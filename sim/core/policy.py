@@ -8,6 +8,7 @@ from enum import Enum
 
 from .admission import Admission, default_admission
 from .config import ConfigError, EngineConfig
+from .cpu_server import CpuExecutor
 from .eviction import EVICTIONS
 from .ladder import LadderConfig
 from .preemption import VictimPolicy, last_admitted, worst_priority
@@ -46,6 +47,8 @@ class Policy:
     """What of every request is kept for how long, for the eviction `retention`; a request's own ranges go before these."""
     ladder: LadderConfig | None = None
     """Steps of degradation under pressure; None for an engine that only queues, preempts or fails."""
+    cpu_executor: CpuExecutor | None = None
+    """The slow server that the rung `run_on_cpu` of the ladder moves requests to."""
     swap: bool = False
     """Save a victim's blocks to the CPU pool, when it has room, instead of computing them again."""
 

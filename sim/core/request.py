@@ -114,6 +114,7 @@ class State(Enum):
     LOADING = "loading"
     RUNNING = "running"
     SWAPPED = "swapped"
+    ON_CPU = "on_cpu"
     ENDED = "ended"
 
 

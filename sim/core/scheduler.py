@@ -15,6 +15,7 @@ from itertools import chain
 from .admission import Admission, Rejection
 from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
+from .cpu_server import CpuServer
 from .decode import DecodeSet
 from .draft import Draft, Share
 from .families import Families
@@ -64,6 +65,11 @@ class Scheduler:
         self.offload = Offload(config, self.holdings) if config.num_cpu_prefix_blocks else None
         """The CPU prefix tier, if there is one."""
         self.holdings.offload = self.offload
+        self.cpu_server: CpuServer | None = None
+        """The CPU executor, if there is one."""
+        if policy.cpu_executor is not None:
+            policy.cpu_executor.check(config)
+            self.cpu_server = CpuServer(policy.cpu_executor, self)
         self.growth = (
             GroupGrowth(self.decode, self.holdings, tables)
             if isinstance(tables, GroupTables)

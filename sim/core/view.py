@@ -161,8 +161,9 @@ class EngineView:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests in the engine, running or queued."""
-        return self.num_running + self.num_waiting
+        """Requests in the engine: running, queued, or served by the CPU executor."""
+        server = self._scheduler.cpu_server
+        return self.num_running + self.num_waiting + (0 if server is None else len(server.serving))
 
     @property
     def waiting_prompt_tokens(self) -> int:

@@ -105,6 +105,7 @@ def summarize(
         "swapped_in_blocks": sum(recorder.core.swapped_in_blocks for recorder in recorders),
         "prefix_hit_rate": hit / queried if queried else 0.0,
         **_tier(record, queried),
+        **_cpu(record),
         "oom_events": sum(recorder.core.oom_events for recorder in recorders),
         "kv_block_seconds": sum(recorder.integrals.block_fs for recorder in recorders) / FS_PER_S,
         **_memory(record),
@@ -127,6 +128,12 @@ def _tier(record: RunRecord, queried: int) -> dict[str, Any]:
         "num_cpu_prefix_blocks": sum(tier.tier.num_blocks for tier in tiers),
         "cpu_prefix_blocks_at_end": sum(len(tier.tier) for tier in tiers),
     }
+
+
+def _cpu(record: RunRecord) -> dict[str, Any]:
+    """What a CPU executor did; empty without one."""
+    tokens = [recorder.core.cpu_tokens for recorder in record.recorders if recorder.core.cpu_tokens is not None]
+    return {"cpu_tokens": sum(tokens)} if tokens else {}
 
 
 def _memory(record: RunRecord) -> dict[str, Any]:

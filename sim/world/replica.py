@@ -60,6 +60,7 @@ class Replica:
         self._under_way: tuple[StepPlan, StepResult] | None = None
         self._idle: simpy.Event | None = None
         self._idle_since_fs: int | None = None
+        self._alarm_fs: int | None = None
         self._process = env.process(self.serve())
 
     @property
@@ -127,6 +128,19 @@ class Replica:
         self._recorder.idled(span_fs, *self.core.idle_holdings)
         self.core.idled(span_fs)
 
+    def _set_alarm(self) -> None:
+        """See to it that the core is woken when it wants to be."""
+        wake_fs = self.core.next_wake_fs(self._now_fs)
+        if wake_fs is not None and wake_fs != self._alarm_fs:
+            self._alarm_fs = wake_fs
+            alarm = self._env.timeout(wake_fs - self._now_fs)
+            alarm.callbacks.append(self._ring)
+
+    def _ring(self, alarm: simpy.Event) -> None:
+        self._account_idle()
+        self.core.wake(self._now_fs)
+        self._after_event(nudge=True)
+
     def _pass_fence(self, fence: int, done: bool) -> None:
         """A copy has ended."""
         self._account_idle()
@@ -152,6 +166,7 @@ class Replica:
             self._on_end(request)
         if self._check:
             self.core.check()
+        self._set_alarm()
         if not nudge:
             return
         if self._idle is not None and not self._idle.triggered:
