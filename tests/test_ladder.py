@@ -278,7 +278,7 @@ def test_who_has_all_tokens_on_the_cpu_has_finished_there_and_who_leaves_is_gone
 
 
 def test_nobody_is_moved_to_a_cpu_that_has_no_slot_or_no_room():
-    """"lower" takes the one slot. With 5 CPU blocks not even that: 13 + 9 tokens need 6."""
+    """ "lower" takes the one slot. With 5 CPU blocks not even that: 13 + 9 tokens need 6."""
     rung = Rung(action="run_on_cpu", on=0.5, off=0.1, value=0.1)
     for blocks, moved in ((40, ["lower"]), (5, [])):
         engine = Engine(rung, cpu=CpuExecutor(token_s=9.0, max_num_seqs=1), num_cpu_blocks=blocks)
@@ -316,9 +316,9 @@ def test_the_workspace_signal_is_what_the_latest_step_needed_and_must_be_known()
         assert engine.ladder_log() == moved
     engine.core.plan(engine.now_fs)
     assert engine.ladder_log() == [(1, "shrink_step", "on"), (2, "shrink_step", "off")]
+    unknown = Engine(rung)
+    unknown.add("x", 4)
     with pytest.raises(ConfigError, match="does not say what its steps need"):
-        unknown = Engine(rung)
-        unknown.add("x", 4)
         unknown.step()
 
 

@@ -21,7 +21,7 @@
     B47  test_b47_a_lora_and_a_salt_of_one_name_share_nothing
 
 Rows that wait for a later capability:
-    B03, B04, B23, B26   asynchronous loads and stores, a CPU tier       B06   requests deferred for a reason
+    B26                  a copy that must wait for the compute that wrote what it reads      B06   requests deferred for a reason
     B09                  swapping                                        B16, B17   policies that reserve, or over-commit, output
     B48, B50             limits at the front door; the ladder            B33 to B45   real memory, and its diagnosis
 """

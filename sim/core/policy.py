@@ -57,8 +57,8 @@ class Policy:
             raise ConfigError(f"eviction is {self.eviction!r}; known are {', '.join(EVICTIONS)}")
         if self.retention and self.eviction != "retention":
             raise ConfigError(
-                f"retention gives {len(self.retention)} ranges, but the eviction order is {self.eviction}, which ignores them; set eviction "
-                "to retention, or leave the ranges out"
+                f"retention gives {len(self.retention)} ranges, but the eviction order {self.eviction} ignores them; set eviction to "
+                "retention, or leave the ranges out"
             )
 
 

@@ -381,8 +381,8 @@ class Scheduler:
             draft.unservable.append((request, outgrown))
             return True
         hits = self.holdings.find(request)
-        if self.offload is not None and (said := self._load(self.offload, request, hits, draft, now_fs)) is not None:
-            return said
+        if self.offload is not None and (tried := self._load(self.offload, request, hits, draft, now_fs)) is not None:
+            return tried
         hit_tokens = tables.tokens_in(hits)
         missing = request.num_tokens - hit_tokens
         allowed = self._allowed(request, draft)
