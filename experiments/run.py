@@ -42,6 +42,8 @@ def run(
     from .real_run import run_scenario
 
     _make_room(out, html)
+    if memory_snapshot is not None:
+        memory_snapshot.parent.mkdir(parents=True, exist_ok=True)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
         progress.say("simulating" if scenario.run.executor != "torch" else "running for real")
         try:
@@ -54,7 +56,8 @@ def run(
             raise
         if profile_draws:
             progress.say(f"simulating {profile_draws} draws of the profile")
-            result.summary["prediction_intervals"] = prediction_intervals(scenario, profile_draws)
+            summary: Any = result.summary
+            summary["prediction_intervals"] = prediction_intervals(scenario, profile_draws)
     written = _write(result, out, html) + [path for path in (decision_log, memory_snapshot) if path is not None]
     if json:
         print_json(result.summary)

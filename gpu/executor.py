@@ -143,7 +143,7 @@ class TorchExecutor:
                     with self.timeline.follow(plan.shape.later(ahead), self.model.ops, self.workspace):
                         drawn = self.forward.run(scheduled, eager=True)
                 else:
-                    drawn = self._forward(scheduled)
+                    drawn = self._forward(scheduled, plan.shape.passes)
         except OUT_OF_MEMORY as error:
             report = oom_report(error, self._moves.during or "forward pass", self.pool.device)
         start_fs = plan.start_fs + sum(durations)
@@ -163,18 +163,18 @@ class TorchExecutor:
             self._on_step(self._reading(step, start_fs, durations[-1], scheduled, report is not None))
         return report
 
-    def _forward(self, scheduled: tuple[ScheduledRequest, ...]) -> dict[str, int]:
+    def _forward(self, scheduled: tuple[ScheduledRequest, ...], parts: int) -> dict[str, int]:
         """The forward pass; made again, once, when the allocator failed beside memory that had just become free. The second time
         it writes the same KV into the same slots.
         """
         try:
-            return self.forward.run(scheduled)
+            return self.forward.run(scheduled, parts)
         except OUT_OF_MEMORY as error:
             if not freed_but_pending(error, self.pool.device):
                 raise
         self.retried_steps += 1
         self.workspace.rewind()
-        return self.forward.run(scheduled)
+        return self.forward.run(scheduled, parts)
 
     def _record(
         self, scheduled: tuple[ScheduledRequest, ...], drawn: dict[str, int], sampled: dict[str, list[int]]

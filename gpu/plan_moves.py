@@ -108,8 +108,8 @@ class PlanMoves:
                     f"{name} no longer uses blocks {sorted(unexplained)} at step {self._pool.clock.step}, and no plan released them"
                 )
             self._give_back(name, sorted(gone))
+        self._held[name] = table  # first: should poisoning fail, the step is taken back with the blocks
         self._pool.assign(name, table, scheduled.context_tokens)
-        self._held[name] = table
 
     def settle(self) -> None:
         """The first step of the plan was computed: its copies are part of the tables now."""

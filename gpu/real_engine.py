@@ -108,10 +108,15 @@ class RealEngine:
         """An executor for `core`, with a pool of the core's size.
 
         Raises:
-            ConfigError: a cache format without a real pool.
+            ConfigError: a cache format without a real pool, or a model with several attention groups.
             OutOfMemoryError: the pool or the workspace does not fit.
         """
         engine, shape, settings = core.config, self.config.shape, self.settings
+        if engine.kv_groups:
+            raise ConfigError(
+                f"{shape.name} has {len(engine.kv_groups)} attention groups, each with a block table of its own; executor torch serves "
+                "from one: use engine_version 0.9.2, which keeps every token of every layer, or simulate"
+            )
         ops = Ops(self.device)
         splits = decode_splits(self.config, engine, self.device)
         most = settings.micro_batch_tokens

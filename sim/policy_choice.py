@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sim.core.admission import Admission, Every
+from sim.core.batching import Batching, BatchLimits, check_batching
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.cpu_server import CpuExecutor
 from sim.core.ladder import LadderConfig, Rung, check_ladder, standard_ladder
-from sim.core.policies import PRESETS
+from sim.core.policies import PRESETS, MaxInFlight, MaxQueuedTokens
 from sim.core.policy import Policy
 from sim.core.retention import Retention
 
@@ -33,6 +34,8 @@ def choose_policy(
     if table["eviction"] != "lru":
         ranges = tuple(_range(index, each) for index, each in enumerate(table["retention"] or ()))
         policy = replace(policy, eviction=table["eviction"], retention=ranges)
+    policy = _with_batching(policy, table)
+    check_batching(policy.batching, policy.limits, config)
     if config.num_cpu_blocks:
         policy = replace(policy, swap=True)
     if table["cpu_token_s"] is not None:
@@ -52,9 +55,42 @@ def choose_policy(
             tier=config.num_cpu_prefix_blocks > 0,
             cpu=policy.cpu_executor is not None,
         )
+    policy = _with_front_door(policy, table)
     if table["admission"] is not None:
         policy = replace(policy, admission=_with_plug_in(policy.admission, table["admission"]))
     return config, policy
+
+
+def _with_front_door(policy: Policy, table: Mapping[str, Any]) -> Policy:
+    """The limits on what may be in the engine, asked after the preset's admission."""
+    requests, tokens, displace = (
+        table[key] for key in ("max_num_queued_reqs", "max_num_queued_tokens", "displace_queued")
+    )
+    if displace and requests is None:
+        raise ConfigError(
+            "displace_queued lets important requests into a full queue, but no queue is full: set max_num_queued_reqs"
+        )
+    if requests is None and tokens is None:
+        return policy
+    preset = policy.admission
+
+    def admission(config: EngineConfig) -> Admission:
+        doors: list[Admission] = [preset(config)]
+        if tokens is not None:
+            doors.append(MaxQueuedTokens(tokens))
+        if requests is not None:
+            doors.append(MaxInFlight(requests, displace=displace))
+        return Every(doors)
+
+    return replace(policy, admission=admission)
+
+
+def _with_batching(policy: Policy, table: Mapping[str, Any]) -> Policy:
+    """What the table says of who may share a step; the rest is the preset's."""
+    if table["batching"] is not None:
+        policy = replace(policy, batching=Batching(table["batching"]))
+    given = {field.name: table[field.name] for field in fields(BatchLimits) if table[field.name] is not None}
+    return replace(policy, limits=replace(policy.limits, **given)) if given else policy
 
 
 def _rung(index: int, rung: Mapping[str, Any]) -> Rung:

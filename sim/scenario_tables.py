@@ -125,6 +125,31 @@ class PolicyTable(Table):
         ge=0,
         description="KV blocks in CPU memory; above 0, preempted requests are saved there instead of recomputed",
     )
+    max_num_queued_reqs: int | None = Field(
+        None,
+        ge=0,
+        description="most requests in the engine, running and waiting; who finds it full is told when to come back",
+    )
+    max_num_queued_tokens: int | None = Field(
+        None, ge=0, description="prompt tokens in the queue from which on nobody enters; the same"
+    )
+    displace_queued: bool = Field(
+        False,
+        description="an arrival that finds max_num_queued_reqs takes the place of a less important one that waits",
+    )
+    batching: Literal["mixed", "prefill_first", "decode_first", "static"] | None = Field(
+        None, description="what may share a step; default: as the preset has it"
+    )
+    max_prefill_tokens: int | None = Field(None, ge=1, description="most prompt tokens computed in one step")
+    max_prefill_seqs: int | None = Field(None, ge=1, description="most prompts computed in one step")
+    max_decode_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="most decodes in one step (a micro-batch); who has waited longest for a token goes first",
+    )
+    continuous_decode_steps: int | None = Field(
+        None, ge=1, description="steps that decodes have to themselves after each step of prompts, for decode_first"
+    )
     admission: str | None = Field(
         None, min_length=3, description="your own admission policy as module:Class, asked besides the preset's"
     )
@@ -250,6 +275,14 @@ KEYS_WITHOUT_FLAG = frozenset(
     {
         "retention",
         "cpu_max_num_seqs",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "displace_queued",
+        "batching",
+        "max_prefill_tokens",
+        "max_prefill_seqs",
+        "max_decode_seqs",
+        "continuous_decode_steps",
         "admission",
         "guard_priority",
         "ladder",

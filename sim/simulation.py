@@ -299,6 +299,8 @@ def cost_model(resolved: Resolved) -> CostModel:
         },
     }
     planned_ahead = overlapped if resolved["engine"]["async_scheduling"] else lambda cost: cost
+    if resolved.ledger.layout.is_hybrid:
+        settings["block_bytes"] = resolved.ledger.block_bytes
     if profile == ROOFLINE:
         return planned_ahead(Roofline(resolved.model, resolved.gpu, **settings))
     known = (ROOFLINE, AUTO, *profile_names())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.cli import main
+from experiments.investigator import Cause
 from experiments.investigator.regression import fails
 from experiments.scenario_text import scenario_text
 from sim import Scenario, simulate
@@ -183,6 +184,16 @@ def test_a_start_that_fails_leaves_a_log_that_is_diagnosed_right_and_made_into_a
     assert word in document["cause"]
     assert fails(Scenario.load(target))
     assert not fails(Scenario.load(tmp_path / "regression.fixed.toml"))
+
+
+def test_every_cause_that_a_verdict_can_name_of_memory_is_provoked_here() -> None:
+    """KV that is copied or given back late, a scheduler that blocks, kernels and the host are no failures of a simulated GPU."""
+    provoked = {cause for _, cause, _, _ in (*FAILURES.values(), *STARTS.values())} | {"double release"}
+    elsewhere = {
+        Cause.KV_DUPLICATION, Cause.LATE_RELEASE, Cause.BLOCK_USE, Cause.RESERVATION, Cause.BLOCKED, Cause.KERNEL_LIMIT,
+        Cause.HOST_MEMORY, Cause.UNKNOWN,
+    }  # fmt: skip
+    assert provoked == {str(cause) for cause in Cause if cause not in elsewhere}
 
 
 def test_a_start_with_less_than_there_is_room_for_starts() -> None:

@@ -21,6 +21,7 @@ from sim.core import (
 from sim.core.clock import FS_PER_S
 from sim.core.cpu_server import CpuExecutor
 from sim.core.ladder import ACTIONS, SIGNALS, LadderConfig, Rung, check_ladder, standard_ladder
+from sim.core.plan import BatchShape
 from sim.core.preemption import last_admitted, worst_priority
 from sim.core.waiting import FcfsQueue, priority_queue
 from sim.costs.constant import FixedCost
@@ -29,6 +30,7 @@ from sim.world import run_world
 
 NEEDS_VALUE = {
     "shrink_step": 0.25,
+    "micro_batch": 3,
     "cap_new": 3,
     "cap_running": 3,
     "truncate": 4,
@@ -172,6 +174,52 @@ def test_pause_admission_holds_back_the_unimportant_while_anything_runs():
     assert (low.outcome, high.outcome) == (Outcome.FINISHED, Outcome.FINISHED)
     assert low.degraded == ["pause_admission"]
     assert high.degraded == []
+
+
+def test_micro_batch_computes_a_step_in_several_passes_and_degrades_nobody():
+    """Two prompts of 20 tokens in two passes of 20; then two decodes in two; once it is off, in one."""
+    engine = Engine(Rung(action="micro_batch", on=0.2, off=0.1, value=3))
+    requests = [engine.add(f"r{i}", 20, output_tokens=6) for i in range(2)]
+    shapes = []
+    while engine.core.num_unfinished:
+        plan = engine.core.plan(engine.now_fs, 1)
+        shapes.append(plan.shape)
+        engine.now_fs += FS_PER_S
+        engine.core.commit(plan, StepResult(durations=Durations.one(FS_PER_S)), engine.now_fs)
+    assert [shape.passes for shape in shapes] == [
+        1,
+        2,
+        2,
+        2,
+        2,
+        2,
+    ]  # the rung looks before a step, and sees the blocks of the one before
+    assert all(not request.degraded for request in requests)
+
+
+def test_the_passes_of_a_step_are_its_tokens_and_no_more():
+    shape = BatchShape(
+        prefill=((7, 0), (5, 16)),
+        decode_seqs=4,
+        decode_context_tokens=90,
+        decode_max_context_tokens=30,
+        sampled_seqs=6,
+        copied_blocks=2,
+        swapped_blocks=3,
+        passes=4,
+    )
+    parts = shape.split()
+    assert [part.num_tokens for part in parts] == [4, 4, 4, 4]
+    assert [part.prefill for part in parts] == [(), ((4, 0),), ((3, 4), (1, 16)), ((4, 17),)]
+    assert [part.sampled_seqs for part in parts] == [4, 0, 1, 1]
+    assert [part.decode_context_tokens for part in parts] == [90, 0, 0, 0]
+    assert [(part.copied_blocks, part.swapped_blocks) for part in parts] == [(2, 3), (0, 0), (0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 2.5])
+def test_fewer_than_two_passes_are_refused(value):
+    with pytest.raises(ConfigError, match="rung micro_batch needs a whole number of passes, at least 2"):
+        Rung(action="micro_batch", on=0.5, off=0.2, value=value)
 
 
 def test_shrink_step_shortens_the_prompt_chunks_of_the_unimportant_only():

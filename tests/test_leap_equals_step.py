@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from sim.catalog.gpus import GIB, gpu
 from sim.catalog.models import model_shape
+from sim.core.batching import check_batching
 from sim.core.clock import to_fs
-from sim.core.config import EngineConfig
+from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.eviction import EVICTIONS
 from sim.core.ladder import ACTIONS, LadderConfig, Rung
 from sim.core.plan import BatchShape, Durations, OomReport, ScheduledRequest, Segment, StepPlan, StepResult
-from sim.core.policy import Batching, Policy
+from sim.core.policy import Batching, BatchLimits, Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import Namespace, Outcome, Request, RequestSpec
 from sim.core.retention import Retention
@@ -107,10 +108,11 @@ def everything(scenario: Scenario, *, stepping: bool, **hooks: object) -> dict[s
     """All that a run leaves behind, without what a clock on the wall says."""
     log: list[str] = []
     record = scenario.run(stepping=stepping, decision_log=lambda entry: log.append(json.dumps(entry)), **hooks)
-    bills = [bill_of(request, record.config.block_size) for request in record.requests]
+    slots_per_block = record.config.slots_per_block
+    bills = [bill_of(request, slots_per_block) for request in record.requests]
     used = [recorder.integrals for recorder in record.recorders]
     assert sum(bill.owed_fs for bill in bills) == sum(integrals.block_fs for integrals in used)
-    assert sum(bill.held_fs for bill in bills) * record.config.block_size == sum(whole.table_slots for whole in used)
+    assert sum(bill.held_fs for bill in bills) * slots_per_block == sum(whole.table_slots for whole in used)
     assert sum(bill.unfilled_slot_fs for bill in bills) == sum(integrals.unfilled_slots for integrals in used)
     summary = summarize(record, scenario={}, seed=0, version="", limits_s={"ttft": 0.1, "tpot": 0.02})
     del summary["core_time_s"], summary["wall_time_s"]
@@ -175,6 +177,16 @@ def request_lists(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
 
 
 @st.composite
+def attention(draw: st.DrawFn, block_size: int) -> dict[str, object]:
+    """One kind of layer, mostly; else two or three groups of layers that keep different tokens, in blocks of different sizes."""
+    if draw(st.sampled_from([True, True, False])):
+        return {"sliding_window": draw(st.sampled_from([None, None, None, 4, 9]))}
+    windows = st.sampled_from([None, 1, 4, 9, 20])
+    sizes = [block_size, *draw(st.lists(st.sampled_from([block_size, 2 * block_size]), min_size=1, max_size=2))]
+    return {"kv_groups": tuple(AttentionGroup(block_size=size, window=draw(windows)) for size in sizes)}
+
+
+@st.composite
 def configs(draw: st.DrawFn, *, cpu_blocks: Sequence[int] = (0,)) -> EngineConfig:
     """Engines from starved to comfortable."""
     chunked = draw(st.sampled_from([True, True, True, False]))
@@ -190,7 +202,7 @@ def configs(draw: st.DrawFn, *, cpu_blocks: Sequence[int] = (0,)) -> EngineConfi
         enable_chunked_prefill=chunked,
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
         reserve_full_prompt=draw(st.sampled_from([True, True, False])),
-        sliding_window=draw(st.sampled_from([None, None, None, 4, 9])),
+        **draw(attention(block_size)),
         num_cpu_blocks=draw(st.sampled_from(cpu_blocks)),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
         async_scheduling=draw(st.booleans()),
@@ -238,7 +250,9 @@ def rungs(draw: st.DrawFn) -> Rung:
         on=on,
         off=on * draw(st.sampled_from([1.0, 0.5])),
         hold_s=draw(st.sampled_from([0.0, 20 * TICK_S])),
-        value={"shrink_step": 0.5, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(action, 0.0),
+        value={"shrink_step": 0.5, "micro_batch": 3, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(
+            action, 0.0
+        ),
     )
 
 
@@ -253,11 +267,26 @@ retentions = st.builds(
     duration_s=st.sampled_from([None, TICK_S, 20 * TICK_S, 90 * TICK_S]),
     output=st.booleans(),
 )
+some = st.sampled_from([None, None, 1, 2, 3])
+batch_limits = st.sampled_from(Batching).flatmap(
+    lambda batching: st.tuples(
+        st.just(batching),
+        st.builds(
+            BatchLimits,
+            max_prefill_seqs=some,
+            max_decode_seqs=some,
+            max_prefill_tokens=st.sampled_from([None, 5, 200]),
+            continuous_decode_steps=st.sampled_from([None, 1, 3, 20])
+            if batching is Batching.DECODE_FIRST
+            else st.none(),
+        ),
+    )
+)
 policies = st.builds(
-    Policy,
+    lambda batching, **fields: Policy(batching=batching[0], limits=batching[1], **fields),
+    batching=batch_limits,
     queue=st.sampled_from([FcfsQueue, priority_queue, aging_queue(20 * TICK)]),
     victim=st.sampled_from(list(VICTIMS.values())),
-    batching=st.sampled_from(Batching),
     ladder=st.one_of(st.none(), ladders),
     swap=st.booleans(),
     eviction=st.sampled_from(list(EVICTIONS)),
@@ -269,8 +298,22 @@ policies = st.builds(
 )
 
 
-@settings(max_examples=100)
-@given(st.builds(Scenario, configs(cpu_blocks=(100, 20, 0)), smooth_costs, request_lists(), policy=policies))
+def is_possible(scenario: Scenario) -> bool:
+    """Whether the limits on a step agree with the engine's own."""
+    policy = scenario.policy or Policy()
+    try:
+        check_batching(policy.batching, policy.limits, scenario.config)
+    except ConfigError:
+        return False
+    return True
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(Scenario, configs(cpu_blocks=(100, 20, 0)), smooth_costs, request_lists(), policy=policies).filter(
+        is_possible
+    )
+)
 def test_every_policy_leaves_the_same_whether_the_engine_leaps_or_steps(scenario: Scenario) -> None:
     assert_leap_equals_step(scenario)
 
@@ -740,7 +783,9 @@ def devices(draw: st.DrawFn) -> Device:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.builds(Scenario, configs(cpu_blocks=(0, 100, 20)), smooth_costs, request_lists(), policy=st.none() | policies),
+    st.builds(
+        Scenario, configs(cpu_blocks=(0, 100, 20)), smooth_costs, request_lists(), policy=st.none() | policies
+    ).filter(is_possible),
     devices(),
 )
 def test_running_out_of_memory_is_the_same_whether_the_engine_leaps_or_steps(

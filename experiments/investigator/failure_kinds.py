@@ -204,6 +204,34 @@ KINDS = (
         "",
         0.7,
     ),
+    # llama.cpp, which allocates each of its parts in one piece while it starts.
+    _kind(
+        "buffer for the KV cache",
+        r"failed to allocate buffer for (?:the )?kv[ _]cache",
+        Phase.START_UP,
+        Cause.KV_CAPACITY,
+        "the KV cache of the whole context is one buffer, and it does not fit beside the weights",
+        "no KV pool fits the budget",
+        0.85,
+    ),
+    _kind(
+        "buffer for weights",
+        r"error loading model: unable to allocate|alloc_tensor_range: failed to allocate",
+        Phase.LOADING,
+        Cause.WEIGHTS,
+        "the buffer for the weights does not fit",
+        "",
+        0.8,
+    ),
+    _kind(
+        "compute buffers",
+        r"failed to allocate compute (?:pp )?buffers|graph_reserve: failed to allocate",
+        Phase.PROFILING,
+        Cause.TRANSIENT_PEAK,
+        "the buffers of one step are made at start-up, for the largest batch there may be",
+        "compute buffers",
+        0.8,
+    ),
     # Outside PyTorch.
     _kind(
         "workspace overflow",
@@ -264,7 +292,7 @@ KINDS = (
     _kind(
         "CUDA error",
         r"(?:CUDA|HIP) (?:driver )?error:? (?:2 )?\(?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory|"
-        r"CUDA_ERROR_OUT_OF_MEMORY",
+        r"CUDA_ERROR_OUT_OF_MEMORY|CUDA runtime error[^\n]{0,200}out of memory|cudaMalloc failed: out of memory",
         Phase.UNKNOWN,
         Cause.NON_TORCH,
         "CUDA itself refused: the request did not come from PyTorch's allocator",
@@ -275,7 +303,7 @@ KINDS = (
     _kind(
         "host memory",
         r"DefaultCPUAllocator: (?:can't|not enough) .{0,20}memory|oom-kill|Out of memory: Killed process|Cannot "
-        r"allocate memory",
+        r"allocate memory|node running low on memory",
         Phase.UNKNOWN,
         Cause.HOST_MEMORY,
         "the machine's own memory ran out, not the GPU's",

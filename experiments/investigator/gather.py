@@ -189,6 +189,8 @@ def case_of(evidence: Evidence, given: Known, snapshot: Any = None) -> Case:
     chosen = snapshot if snapshot is not None else read.snapshot if read else None
     facts = None if chosen is None else snapshot_facts(chosen)
     runs = allocator_runs(snapshot) if snapshot is not None else read.runs if read else None
+    if facts is not None and facts.oom_frame and not messages:
+        text = f"{text}\n{facts.oom_frame}".lstrip("\n")
     oom = _first_complete(messages) or (facts.oom_message if facts else None)
     known = given.over(read_known(text))
     known = replace(known, gpu=given.gpu or fits_message(known.gpu, oom.total.bytes if oom and oom.total else None))

@@ -140,6 +140,17 @@ def _operation(case: Case) -> tuple[str, str]:
     return "", ""
 
 
+def encoder(case: Case) -> Iterator[Verdict]:
+    """The limits of multimodal inputs are named, and nothing was served yet, or nothing says: start-up profiles the largest inputs."""
+    sign = case.says(r"limit[_-]mm[_-]per[_-]prompt|mm[_-]processor[_-]kwargs|max_pixels")
+    if not sign or case.phase not in (Phase.UNKNOWN, Phase.START_UP) or not (case.oom or case.speaks_of_oom):
+        return
+    sentence = f"“{sign}” is set: start-up profiles the encoder with the largest inputs that the limits allow, beside the weights"
+    yield Candidate(
+        cause=Cause.TRANSIENT_PEAK, score=0.55, detail="multimodal encoder", evidence=(sentence,), phase=Phase.PROFILING
+    )
+
+
 def weights(case: Case) -> Iterator[Verdict]:
     """Weights, or what loading them needs beside them."""
     oom, known, total = case.oom, case.known, case.total_bytes

@@ -13,6 +13,7 @@ from . import (
     rules_pool,
     rules_scheduler,
     rules_size,
+    rules_snapshot,
     rules_text,
 )
 from .case import Candidate, Case, Excluded, Verdict
@@ -23,19 +24,22 @@ from .sizes import show
 
 RULES: tuple[Callable[[Case], Iterator[Verdict]], ...] = (
     rules_message.fragmentation,
-    rules_message.by_replay,
-    rules_message.snapshot_state,
+    rules_snapshot.by_replay,
+    rules_snapshot.snapshot_state,
     rules_message.private_pools,
     rules_message.outside_torch,
     rules_message.other_process,
     rules_size.transient,
+    rules_size.encoder,
     rules_size.weights,
     rules_pool.kv_pool,
     rules_size.graphs,
     rules_size.communication,
     rules_pool.released,
+    rules_pool.said_to_grow,
     rules_text.failure_texts,
     rules_text.fixed_size,
+    rules_text.fallback_names,
     rules_account.account,
     rules_account.ordered_pool,
     rules_scheduler.scheduler_lines,

@@ -217,10 +217,13 @@ class BlockPool:
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Drop the keys of blocks whose content was never computed."""
-        for block_id in list(block_ids):
-            if block_id in self._freed and block_id in self.index:
+        known = [block_id for block_id in dict.fromkeys(block_ids) if block_id in self.index]
+        for block_id in known:
+            if block_id in self._freed:
                 self.num_cached -= 1
             self.index.drop(block_id)
+        if known:
+            self._freed.forgotten(known)
 
     def tick(self, now_fs: int) -> None:
         """It is this time now; what is taken and given back next, is taken and given back now."""

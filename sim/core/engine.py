@@ -86,7 +86,7 @@ class EngineCore:
         self._passed: list[tuple[int, bool]] = []
         self._copies: tuple[tuple[Save, ...], tuple[Load, ...]] | None = None
         self._lag = Lag(self._scheduler) if config.async_scheduling else None
-        self._requests: dict[str, Request] = {}
+        self._requests = self._scheduler.requests
         self._next_seq = 0
         self._step = 0
         self._sink = decision_sink
@@ -113,6 +113,17 @@ class EngineCore:
         loading = 0 if self._offload is None else len(self._offload.loading)
         held = scheduler.families.num_held + scheduler.num_unseen + loading
         return len(scheduler.waiting) + len(scheduler.swapped) + held
+
+    @property
+    def num_waiting_by_reason(self) -> dict[str, int]:
+        """Of `num_waiting`, those that wait for `capacity`, and those that were set aside, by reason (see `deferral`)."""
+        aside = {} if self._scheduler.aside is None else self._scheduler.aside.by_reason()
+        return {"capacity": self.num_waiting - sum(aside.values()), **aside}
+
+    @property
+    def wake_fs(self) -> int | None:
+        """When to plan again though nothing happens until then: somebody who was set aside must be sent away. None if nobody was."""
+        return None if self._scheduler.aside is None else self._scheduler.aside.wake_fs
 
     @property
     def num_unfinished(self) -> int:
@@ -210,10 +221,12 @@ class EngineCore:
         )
         request.target_tokens = min(request.target_tokens, self.config.max_model_len)
         self._next_seq += 1
-        rejection = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
-        if rejection is not None:
-            self._reject(request, rejection, now_fs)
+        said = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
+        if isinstance(said, Rejection):
+            self._reject(request, said, now_fs)
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
+        for victim_id, rejection in said.victims if said is not None else ():
+            self._displace(self._requests[victim_id], rejection, now_fs)
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
         if spec.forking is not None and self._scheduler.families.join(request):
@@ -223,7 +236,8 @@ class EngineCore:
         else:
             became_head = self._scheduler.waiting.add(request)
         may_start = became_head and self._scheduler.num_slots_taken < self.config.max_num_seqs
-        return Arrived(request, may_start or (became_head and self._pressure.watches_queue), may_start)
+        changes = may_start or said is not None or (became_head and self._pressure.watches_queue)
+        return Arrived(request, changes, may_start)
 
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
@@ -309,6 +323,8 @@ class EngineCore:
         if room is not None and self._offload is not None:
             room = self._offload.blocks_until_save(room)
         step, shape = self._step, shape_of(draft, scheduler, self._decisions)
+        if scheduler.knobs.passes > 1:
+            shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
             repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
@@ -369,6 +385,7 @@ class EngineCore:
             first_gap_fs = first_end_fs - decode.last_end_fs
             decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
         self._step += result.steps
+        scheduler.steps_done += result.steps
         self._plan = self._draft = None
         if result.oom is not None:
             scheduler.take_back(draft, now_fs)
@@ -442,15 +459,14 @@ class EngineCore:
             self._offload.pass_fence(fence, now_fs, done=done)
 
     def next_wake_fs(self, now_fs: int) -> int | None:
-        """When `wake` is to be called: the next request on the CPU executor has all its tokens, or may go back to an idle device."""
+        """When `wake` is to be called: the next request on the CPU executor has all its tokens, or may go back to an idle device; or an
+        idle engine has to plan again (`wake_fs`).
+        """
         server = self._scheduler.cpu_server
-        if server is None or not server.serving:
-            return None
-        end_fs, back_fs = server.next_end_fs, self._pressure.cpu_held_until_fs()
-        assert end_fs is not None
-        if self._plan is None and back_fs is not None and back_fs > now_fs:
-            return min(end_fs, back_fs)
-        return end_fs
+        times = [self.wake_fs]
+        if server is not None and server.serving:
+            times += [server.next_end_fs, self._pressure.cpu_held_until_fs()]
+        return min((time_fs for time_fs in times if time_fs is not None and time_fs > now_fs), default=None)
 
     def wake(self, now_fs: int) -> None:
         """Time has passed for the CPU executor: who has all tokens there has finished. The next decision may differ."""
@@ -544,7 +560,7 @@ class EngineCore:
     def _assert_progress(self) -> None:
         if self._offload is not None and self._offload.in_flight:
             return
-        if self.num_waiting and not self.num_running and not self.pool.num_quarantined:
+        if self.wake_fs is None and self.num_waiting and not self.num_running and not self.pool.num_quarantined:
             head = self._scheduler.swapped[0] if self._scheduler.swapped else self._scheduler.waiting.head()
             assert head is not None
             raise ProgressError(
@@ -637,8 +653,7 @@ class EngineCore:
                 decisions.released.append((child.request_id, fork.released))
             if fork.started:
                 decisions.admitted.append(child.request_id)
-            shared = tuple(child.table.blocks) if fork.shares else ()
-            decisions.forked.append((child.request_id, fork.source.request_id, shared))
+            decisions.forked.append((child.request_id, fork.source.request_id, fork.shared))
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         lag = self._lag
@@ -722,6 +737,17 @@ class EngineCore:
         request.retry_after_s = rejection.retry_after_s
         self._end(request, Outcome.REJECTED, rejection.reason, now_fs)
         self._decisions.rejected.append((request.request_id, rejection.reason))
+
+    def _displace(self, victim: Request, rejection: Rejection, now_fs: int) -> None:
+        """Send a queued request away, in whose place a more important one has come."""
+        if self._lag is None or not self._lag.busy:
+            self._scheduler.waiting.discard(victim)
+            self._reject(victim, rejection, now_fs)
+            return
+        victim.finish_reason, victim.retry_after_s = rejection.code, rejection.retry_after_s
+        self._tell(victim, Outcome.REJECTED, rejection.reason, now_fs)
+        self._decisions.rejected.append((victim.request_id, rejection.reason))
+        self._lag.ended(victim, foreseen=False)
 
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
         self._forget(request)

@@ -45,6 +45,10 @@ class FreeQueue(Protocol):
         """The content of these blocks, free or held, was found by a request."""
         ...
 
+    def forgotten(self, block_ids: Iterable[int]) -> None:
+        """The content of these blocks, free or held, can no longer be found."""
+        ...
+
     def tick(self, now_fs: int) -> None:
         """It is this time now."""
         ...
@@ -104,6 +108,9 @@ class LruQueue:
 
     def tick(self, now_fs: int) -> None:
         """The order does not depend on the time."""
+
+    def forgotten(self, block_ids: Iterable[int]) -> None:
+        """The place in the queue says when a block was released, whatever it holds."""
 
     def peek(self, count: int) -> list[int]:
         """The head."""
@@ -179,6 +186,14 @@ class RankedQueue:
     def tick(self, now_fs: int) -> None:
         """Of interest to subclasses."""
 
+    def forgotten(self, block_ids: Iterable[int]) -> None:
+        """Free ones rank below all now, in the order in which they were released."""
+        for block_id in block_ids:
+            entry = self._entry.get(block_id)
+            if entry is not None:
+                self._entry[block_id] = (float("-inf"), entry[1], block_id)
+                heappush(self._heap, self._entry[block_id])
+
     def peek(self, count: int) -> list[int]:
         """The lowest ranks."""
         return [block_id for _, _, block_id in nsmallest(count, self._entry.values())]
@@ -209,6 +224,13 @@ class LfuQueue(RankedQueue):
         for block_id in taken:
             self._found.pop(block_id, None)
         return taken
+
+    def forgotten(self, block_ids: Iterable[int]) -> None:
+        """What they will hold next has not been found yet."""
+        block_ids = list(block_ids)
+        super().forgotten(block_ids)
+        for block_id in block_ids:
+            self._found.pop(block_id, None)
 
     def found(self, block_ids: Iterable[int]) -> None:
         """One more find each."""

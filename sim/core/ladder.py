@@ -29,6 +29,7 @@ ACTIONS: dict[str, str] = {
     "no_reuse": "new requests neither look up nor leave anything in the prefix cache",
     "pause_admission": "nobody below the guard is admitted",
     "shrink_step": "a step computes at most a part of its token budget",
+    "micro_batch": "a step is computed in several forward passes, each with a part of the temporary memory",
     "cap_new": "requests below the guard that start now get fewer output tokens",
     "cap_running": "running requests below the guard get fewer output tokens",
     "offload_cache": "cached blocks that nobody holds are saved to the CPU prefix tier",
@@ -56,8 +57,8 @@ class Rung:
     hold_s: float = 1.0
     """Shortest time it stays on."""
     value: float = 0.0
-    """What the action is measured by: the share of the token budget (`shrink_step`), output tokens (`cap_new`, `cap_running`),
-    context tokens kept (`truncate`), the usage to fall to (`swap_out`, `pause`, `run_on_cpu`)."""
+    """What the action is measured by: the share of the token budget (`shrink_step`), passes (`micro_batch`, at least 2), output tokens
+    (`cap_new`, `cap_running`), context tokens kept (`truncate`), the usage to fall to (`swap_out`, `pause`, `run_on_cpu`)."""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -68,6 +69,8 @@ class Rung:
             raise ConfigError(
                 f"rung {self.action} goes off below {self.off}, above where it goes on ({self.on}): it would flutter"
             )
+        if self.action == "micro_batch" and (self.value < 2 or self.value != int(self.value)):
+            raise ConfigError(f"rung micro_batch needs a whole number of passes, at least 2, not {self.value:g}")
         needs_value = {"shrink_step", "cap_new", "cap_running", "truncate", "swap_out", "pause", "run_on_cpu"}
         if self.action in needs_value and self.value <= 0:
             raise ConfigError(f"rung {self.action} needs a value above 0, has {self.value:g}")
@@ -109,6 +112,8 @@ class Knobs:
     """Off: nobody below the guard starts or comes back while anything runs."""
     step_share: float = 1.0
     """Share of the token budget a step may use."""
+    passes: int = 1
+    """Forward passes of a step."""
     cap_new: int | None = None
     """Output tokens that a request below the guard may produce, if it starts now."""
     shed_after_s: float | None = None
@@ -219,6 +224,7 @@ class Ladder:
         knobs.reuse = "no_reuse" not in active
         knobs.admit_below_guard = not active.keys() & {"pause_admission", "pause", "swap_out"}
         knobs.step_share = active["shrink_step"].value if "shrink_step" in active else 1.0
+        knobs.passes = int(active["micro_batch"].value) if "micro_batch" in active else 1
         knobs.cap_new = int(active["cap_new"].value) if "cap_new" in active else None
         knobs.shed_after_s = active["shed"].off if "shed" in active else None
 

@@ -34,6 +34,9 @@ class BatchShape:
     after_pause: bool = False
     """Whether nothing was under way when the step was planned: the host's work before it is hidden behind no other step."""
 
+    passes: int = 1
+    """In how many forward passes the step is computed, each with a part of its tokens; at most as many as it has tokens."""
+
     def later(self, steps: int) -> BatchShape:
         """The shape of the same decode step `steps` repetitions later."""
         longest = self.decode_max_context_tokens
@@ -42,6 +45,40 @@ class BatchShape:
             decode_context_tokens=self.decode_context_tokens + steps * self.decode_seqs,
             decode_max_context_tokens=longest + steps if longest else 0,
         )
+
+    def split(self) -> tuple[BatchShape, ...]:
+        """Its passes, each a step of one pass: nearly equal numbers of tokens, decodes first, then prompts in their order.
+
+        Sizes, not identities: contexts of decodes are shared out evenly. Copies and swaps come before the first pass.
+
+        >>> [part.num_tokens for part in BatchShape(prefill=((7, 0),), decode_seqs=4, passes=3).split()]
+        [4, 4, 3]
+        """
+        if self.passes == 1:
+            return (self,)
+        decodes, context, rest = self.decode_seqs, self.decode_context_tokens, list(self.prefill)
+        ends, left, made = self.sampled_seqs - self.decode_seqs, self.num_tokens, []
+        for index in range(self.passes):
+            room = -(-left // (self.passes - index))
+            left -= room
+            seqs = min(room, decodes)
+            share = context * seqs // decodes if seqs else 0
+            chunks, whole = _taken(rest, room - seqs)
+            sampled = max(0, min(ends, whole)) if left else ends
+            ends, decodes, context = ends - sampled, decodes - seqs, context - share
+            made.append(
+                BatchShape(
+                    prefill=chunks,
+                    decode_seqs=seqs,
+                    decode_context_tokens=share,
+                    decode_max_context_tokens=self.decode_max_context_tokens if seqs else 0,
+                    sampled_seqs=seqs + sampled,
+                    copied_blocks=0 if index else self.copied_blocks,
+                    swapped_blocks=0 if index else self.swapped_blocks,
+                    after_pause=self.after_pause and not index,
+                )
+            )
+        return tuple(made)
 
     @property
     def prefill_tokens(self) -> int:
@@ -52,6 +89,22 @@ class BatchShape:
     def num_tokens(self) -> int:
         """All tokens computed in the step."""
         return self.prefill_tokens + self.decode_seqs
+
+
+def _taken(chunks: list[tuple[int, int]], tokens: int) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Take `tokens` tokens off the front of `chunks`, cutting the last if need be; and how many chunks end with them."""
+    found: list[tuple[int, int]] = []
+    whole = 0
+    while tokens:
+        size, context = chunks.pop(0)
+        taken = min(size, tokens)
+        found.append((taken, context))
+        tokens -= taken
+        if taken < size:
+            chunks.insert(0, (size - taken, context + taken))
+        else:
+            whole += 1
+    return tuple(found), whole
 
 
 @dataclass(frozen=True, slots=True)

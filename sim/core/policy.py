@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from .admission import Admission, default_admission
+from .batching import NO_LIMITS, Batching, BatchLimits
 from .config import ConfigError, EngineConfig
 from .cpu_server import CpuExecutor
 from .eviction import EVICTIONS
@@ -16,16 +16,7 @@ from .retention import Retention
 from .view import EngineView
 from .waiting import FcfsQueue, WaitingQueue, priority_queue
 
-
-class Batching(Enum):
-    """What may share a step."""
-
-    MIXED = "mixed"
-    """Decodes and prompt chunks together, decodes first (vLLM V1, TensorRT-LLM in-flight batching)."""
-    PREFILL_FIRST = "prefill_first"
-    """While a prompt can start or go on, prompts only; decodes wait (vLLM V0, SGLang, nano-vllm)."""
-    STATIC = "static"
-    """A batch is filled when nothing runs, and then runs to its end."""
+__all__ = ["BatchLimits", "Batching", "Policy", "scheduling_policy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +32,8 @@ class Policy:
     """Who gives way when blocks run out."""
     batching: Batching = Batching.MIXED
     """What may share a step."""
+    limits: BatchLimits = NO_LIMITS
+    """How much of prompts and decodes one step takes."""
     eviction: str = "lru"
     """In which order free blocks are taken, and the prefix cache forgets: one of `eviction.EVICTIONS`."""
     retention: tuple[Retention, ...] = ()

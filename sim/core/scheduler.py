@@ -12,11 +12,13 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import chain
 
-from .admission import Admission, Rejection
+from .admission import Admission, Deferral, Rejection
+from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_decodes, rest_prompts
 from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
 from .cpu_server import CpuServer
 from .decode import DecodeSet
+from .deferral import QueueWithAside
 from .draft import Draft, Share
 from .families import Families
 from .groups import GroupTables
@@ -36,17 +38,25 @@ class Scheduler:
     """Holds the queue and the running requests, and drafts one step at a time."""
 
     def __init__(self, config: EngineConfig, tables: BlockTables, admission: Admission, policy: Policy) -> None:
+        check_batching(policy.batching, policy.limits, config)
         self.config = config
         self.pool = tables.pool
         self._tables = tables
         self._admission = admission
         self._policy = policy
+        self._limits = policy.limits if policy.limits != NO_LIMITS else None
+        self.steps_done = 0
+        """Steps committed."""
+        self._decodes_until = 0
+        """The number of the step from which on prompts may have one again, where they take turns with decodes."""
         self.num_admissions = 0
         """Admissions so far; the next one gets this as its order."""
         self.swapped: deque[Request] = deque()
         """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
         self.cpu_pool = BlockPool(config.num_cpu_blocks)
         self.decode = DecodeSet(config.block_size, config.slots_per_block, config.slots_per_token)
+        self.requests: dict[str, Request] = {}
+        """Everybody in the system, by name; the engine keeps it."""
         self.running: dict[int, Request] = {}
         """Admitted requests by admission order; the oldest comes first."""
         self.catching_up: dict[int, Request] = {}
@@ -82,6 +92,10 @@ class Scheduler:
         self.drain = DrainMeter()
         self.view = EngineView(self)
         self.waiting = policy.queue(self.view)
+        self.aside: QueueWithAside | None = None
+        """The queue once more, if the admission policy sets requests aside."""
+        if admission.may_defer:
+            self.waiting = self.aside = QueueWithAside(self.waiting)
         self._running_changes = 0
         self.backlog_tokens = 0
         """Prompt tokens of all requests that have not got their first token."""
@@ -119,6 +133,11 @@ class Scheduler:
             )
         return self._admission.steady and self.waiting.steady
 
+    @property
+    def prompts_first(self) -> bool:
+        """Whether the waiting are tried before the running take their blocks."""
+        return self._policy.batching is Batching.PREFILL_FIRST
+
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
@@ -128,21 +147,52 @@ class Scheduler:
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
         shed(self, draft, self.view.now_fs)
-        if self._policy.batching is Batching.PREFILL_FIRST:
+        batching, limits = self._policy.batching, self._limits
+        if limits is not None:
+            draft.prompt_budget = limits.max_prefill_tokens or draft.prompt_budget
+            draft.prompts_left = limits.max_prefill_seqs or draft.prompts_left
+        if self._decodes_until > self.steps_done and self._decodes_alone(draft, now_fs):
+            return draft
+        if batching in (Batching.PREFILL_FIRST, Batching.DECODE_FIRST):
             draft.decode = False
             self._serve_prompts(draft, now_fs)
             self._admit(draft, now_fs)
             if draft.shares:
+                if batching is Batching.DECODE_FIRST:
+                    turn = self._policy.limits.continuous_decode_steps or DECODE_STEPS
+                    self._decodes_until = self.steps_done + 1 + turn
                 return draft
             draft.decode = True
-        batch_is_open = self._policy.batching is Batching.MIXED or not self.running
-        if self._running_fits():
+        batch_is_open = batching is Batching.MIXED or (batching is Batching.STATIC and not self.running)
+        self._serve_running(draft, now_fs)
+        if batch_is_open and not draft.short:
+            self._admit(draft, now_fs)
+        return draft
+
+    def _decodes_alone(self, draft: Draft, now_fs: int) -> bool:
+        """A step of the decodes' turn; False if there is none to compute or anything else to do in it."""
+        rest_prompts(self, draft)
+        self._serve_running(draft, now_fs)
+        if len(self.decode) or draft.shares or draft.changed_queue or draft.blocks_come:
+            draft.turn_left = self._decodes_until - self.steps_done
+            return True
+        draft.resting.clear()
+        return False
+
+    def _serve_running(self, draft: Draft, now_fs: int) -> None:
+        """Everybody who runs, and does not rest, in the way that the blocks allow."""
+        if self._limits is not None and self._limits.max_decode_seqs is not None:
+            rest_decodes(self, draft, self._limits.max_decode_seqs)
+        if self._running_fits(draft):
             self._serve_all(draft, now_fs)
         else:
             self._serve_in_order(draft, now_fs)
-        if batch_is_open and self._policy.batching is not Batching.PREFILL_FIRST and not draft.short:
-            self._admit(draft, now_fs)
-        return draft
+
+    def _awake(self, draft: Draft) -> Iterable[Request]:
+        """Those who catch up and take part in the step."""
+        if not draft.resting:
+            return self.catching_up.values()
+        return [request for order, request in self.catching_up.items() if order not in draft.resting]
 
     def _step_budget(self) -> int:
         """Tokens a step may compute: the configured budget, or less after a step that ran out of memory."""
@@ -156,26 +206,34 @@ class Scheduler:
 
     def _allowed(self, request: Request, draft: Draft) -> int:
         """Tokens this request may still take in the step; the ladder shrinks the prompts of those below its guard."""
-        if request.decoding or self.knobs.spares(request.spec.priority):
-            return draft.budget
+        allowed = draft.budget
+        if request.decoding:
+            return allowed
+        if self._limits is not None and is_prompt(request):
+            allowed = min(allowed, draft.prompt_budget if draft.prompts_left else 0)
+        if self.knobs.spares(request.spec.priority):
+            return allowed
         if draft.budget_below_guard < draft.budget:
             request.degrade("shrink_step")
-        return min(draft.budget, draft.budget_below_guard)
+        return min(allowed, draft.budget_below_guard)
 
     def _take(self, request: Request, num_tokens: int, draft: Draft) -> None:
         draft.budget -= num_tokens
+        if self._limits is not None and not request.decoding and is_prompt(request):
+            draft.prompt_budget -= num_tokens
+            draft.prompts_left -= 1
         if not request.decoding and not self.knobs.spares(request.spec.priority):
             draft.budget_below_guard -= num_tokens
 
     # -- running requests -----------------------------------------------------------------------------------------
 
-    def _running_fits(self) -> bool:
+    def _running_fits(self, draft: Draft) -> bool:
         """Whether this step's need of all running requests is free."""
         need = self.growth.num_needed()
         budget = self._step_budget() - len(self.decode)
         if budget < 0:
             return False  # not everybody can be served: in order, then
-        for request in self.catching_up.values():
+        for request in self._awake(draft):
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_tokens <= 0:
                 break
@@ -187,21 +245,24 @@ class Scheduler:
     def _serve_prompts(self, draft: Draft, now_fs: int) -> None:
         """A step of prompts only: go on with those that were begun, as far as blocks are free."""
         for request in self.catching_up.values():
-            begun = request.num_tokens - request.num_computed_tokens > 1 or not request.num_output_tokens
-            if begun and draft.budget and self._serve(request, self._ask(request, draft), draft, now_fs) is None:
+            if (
+                is_prompt(request)
+                and draft.budget
+                and self._serve(request, self._ask(request, draft), draft, now_fs) is None
+            ):
                 break
 
     def _serve_all(self, draft: Draft, now_fs: int) -> None:
         """The usual step: everybody gets what they need."""
         draft.budget -= len(self.decode)
         draft.decode_blocks = self.growth.grow(0, now_fs)
-        for request in self.catching_up.values():
+        for request in self._awake(draft):
             if draft.budget:
                 self._serve(request, self._ask(request, draft), draft, now_fs)
 
     def _serve_in_order(self, draft: Draft, now_fs: int) -> None:
         """A step in which blocks are short: serve in admission order, taking from victims when there is no other way."""
-        order = list(self.running.values())
+        order = [request for request in self.running.values() if request.order not in draft.resting]
         served: dict[int, int] = {}
         position = 0
         while position < len(order) and draft.budget:
@@ -221,9 +282,10 @@ class Scheduler:
                 continue
             while (num_tokens := self._serve(request, asked, draft, now_fs)) is None:
                 victim = self._policy.victim(self.running, self.decode.known)
-                place = order.index(victim)
-                del order[place]
-                position -= place < position
+                if victim.order not in draft.resting:
+                    place = order.index(victim)
+                    del order[place]
+                    position -= place < position
                 self._undo(victim, served, draft)
                 self.give_way(victim, draft, now_fs)
                 if victim is request:
@@ -254,6 +316,9 @@ class Scheduler:
         draft.decode_blocks.pop(victim.order, None)
         share = draft.shares.pop(victim.order, None)
         if share is not None:
+            if self._limits is not None and is_prompt(victim):
+                draft.prompt_budget += share.num_tokens
+                draft.prompts_left += 1
             taken_back = set(share.new_blocks)
             draft.copies = [
                 copy for copy in draft.copies if copy[1] not in taken_back and copy[1] not in victim.table.blocks
@@ -340,6 +405,8 @@ class Scheduler:
         while self.swapped and not is_paused(self, self.swapped[0]):
             if not draft.budget or len(self.running) >= slots or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
+        if self.aside is not None and draft.budget and len(self.running) < slots:
+            self.aside.begin_round()
         while draft.budget and len(self.running) < slots:
             request = self.waiting.head()
             if request is None or not self._try_start(request, draft, now_fs):
@@ -399,12 +466,10 @@ class Scheduler:
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, self.holdings.prompt_blocks(request, hits))
-        said = self._admission.may_start(request, need, self.view_at(now_fs))
-        if isinstance(said, Rejection):
-            self.waiting.pop()
-            draft.turned_away.append((request, said))
+        may_start = self._may_start(request, need, draft, now_fs)
+        if may_start is None:
             return True
-        allocation = tables.grow(request.table, 0, num_tokens, hits) if said else None
+        allocation = tables.grow(request.table, 0, num_tokens, hits) if may_start else None
         if allocation is None:
             return False
         self.waiting.pop()
@@ -419,6 +484,19 @@ class Scheduler:
                 self.offload.used(hits)
         self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
         return True
+
+    def _may_start(self, request: Request, need: int, draft: Draft, now_fs: int) -> bool | None:
+        """What the admission policy says of the head of the queue; None if that took it out of the line, aside or away."""
+        said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, self.view_at(now_fs))
+        if isinstance(said, Deferral):
+            assert self.aside is not None  # `may_defer` promised it
+            said = self.aside.set_aside(request, said, self.view.now_fs)
+        elif not isinstance(said, Rejection):
+            return bool(said)
+        if said is not None:
+            self.waiting.pop()
+            draft.turned_away.append((request, said))
+        return None
 
     def _begin(self, request: Request, num_tokens: int, computed: int, hit_tokens: int, draft: Draft) -> None:
         """Schedule the first tokens of a request after what is `computed` already; the first time, count what it hit on the device."""
@@ -440,12 +518,10 @@ class Scheduler:
         if not found:
             return False if found is None else None
         whole, need = offload.need(request, hits)
-        said = self._admission.may_start(request, need, self.view_at(now_fs))
-        if isinstance(said, Rejection):
-            self.waiting.pop()
-            draft.turned_away.append((request, said))
+        may_start = self._may_start(request, need, draft, now_fs)
+        if may_start is None:
             return True
-        if not said or need > self.pool.num_free:
+        if not may_start or need > self.pool.num_free:
             return False
         self.waiting.pop()
         self.num_admissions += 1
@@ -478,10 +554,10 @@ class Scheduler:
             request.scheduled_fs = now_fs
 
     def admits_copy(self, request: Request, now_fs: int) -> bool:
-        """Whether a request that would share another one's blocks, and need no more than one of its own next, may run now."""
+        """Whether a request that would share another one's blocks, and need one of its own in each group next, may run now."""
         if len(self.running) >= self.config.max_num_seqs or is_paused(self, request):
             return False
-        return self._admission.may_start(request, 1, self.view_at(now_fs)) is True
+        return self._admission.may_start(request, len(self.config.groups), self.view_at(now_fs)) is True
 
     def catch_up(self, request: Request) -> None:
         """A running request has left the decode set, or got other blocks: it is served by itself in the next step."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .clock import to_s
 from .meters import DrainMeter
 from .need import slots_needed
-from .request import Request, RequestSpec
+from .request import Request, RequestSpec, State
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -42,6 +42,11 @@ class RunningView:
     def tenant(self) -> str:
         """Who sent it."""
         return self._request.spec.tenant
+
+    @property
+    def lora(self) -> str:
+        """Its adapter; empty for the base model."""
+        return self._request.spec.namespace.lora
 
     @property
     def input_tokens(self) -> int:
@@ -129,7 +134,7 @@ class EngineView:
         """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each, in every
         attention group.
         """
-        return 2 * len(self._scheduler.decode) * len(self._scheduler.config.groups)
+        return 2 * len(self._scheduler.decode) * self.num_groups
 
     @property
     def blocks_to_copy(self) -> int:
@@ -159,6 +164,16 @@ class EngineView:
         scheduler = self._scheduler
         return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held + scheduler.num_unseen
 
+    def is_queued(self, request_id: str) -> bool:
+        """Whether a request waits and has never run: nothing is lost but its place if it is sent away."""
+        request = self._scheduler.requests.get(request_id)
+        return (
+            request is not None
+            and request.state is State.WAITING
+            and not request.num_preemptions
+            and request.spec.forking is None
+        )
+
     @property
     def num_in_flight(self) -> int:
         """Requests in the engine: running, queued, or served by the CPU executor."""
@@ -179,6 +194,11 @@ class EngineView:
     def has_full_attention(self) -> bool:
         """Whether requests keep every block. With a sliding window they do not, and each is scheduled one by one."""
         return not self._scheduler.holdings.windows
+
+    @property
+    def num_groups(self) -> int:
+        """Attention groups: block tables that a request has."""
+        return len(self._scheduler.config.kv_groups) or 1
 
     @property
     def decode_version(self) -> int:
@@ -210,3 +230,7 @@ class EngineView:
     def blocks_to_finish(self, spec: RequestSpec | RunningView, output_tokens: int) -> int:
         """Blocks a request holds when it has produced `output_tokens` tokens, or, with a sliding window, the most it holds until then."""
         return self._scheduler.config.most_blocks(slots_needed(spec.input_tokens, max(output_tokens, 1)))
+
+    def decoding_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request holds while it decodes its last of `num_tokens` tokens, in all attention groups."""
+        return self._scheduler.config.blocks_at(num_tokens - 1, num_tokens)

@@ -5,7 +5,6 @@ What no kernel table holds is said in `notes`: it is derived or a stated constan
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -17,6 +16,7 @@ from sim.catalog.layers import AttentionShape
 from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
 
+from .layer_matrices import layers_s
 from .piecewise import Field, Grid, Line, locate
 from .profile_file import ProfileFile, grid, line, ratio, samples
 from .terms import NO_OVERLAP, NO_SKEW, TILE, StepTerms
@@ -54,18 +54,21 @@ def composed_terms(
     gemm = GemmTable(kernels["gemm"][dtype])
     head = GemmTable(kernels["gemm"]["bfloat16"])
     bandwidth = device.memory_bandwidth_bytes_per_s * float(kernels["bandwidth_share"])
-    shapes = matrices(model, tp)
     tokens = tuple(count for count in gemm.tokens if count <= limits["max_tokens"])
     short_s = layers * float(kernels["short_kernels_per_layer"]) * float(kernels["short_kernel_us"]) * _US
     traffic_s = elementwise_bytes_per_token(model, 2, tp) / bandwidth
 
     def dense_s(count: int) -> float:
-        return layers * sum(gemm(count, n, k) for n, k in shapes) + max(short_s, count * traffic_s + short_s / 2)
+        return layers_s(model, tp, count, gemm) + max(short_s, count * traffic_s + short_s / 2)
 
     vocabulary = -(-model.vocab_size // tp)
     sampler_s = float(kernels["sampler_us"]) * _US
+    if model.moe is not None:
+        notes.append(
+            "expert kernels were not timed: the experts that a step visits are priced as one matrix of all of them, with tokens "
+            "spread evenly"
+        )
     attention = _attention(profile, kernels, model.attention[0], tp, kv_cache_dtype, device, notes)
-    step_s, seq_s = profile.host_s()
     return StepTerms(
         dense=Line(tuple(map(float, tokens)), _padded_where_cheaper([dense_s(count) for count in tokens])),
         rows=Line(
@@ -89,8 +92,7 @@ def composed_terms(
         mixed_skew=_skew(kernels, "mixed_skew", model.attention[0].kv_heads_per_rank(tp)),
         chunk_launch_s=layers * attention.prefill.z[0][0],
         gap_s=profile.gap_s(layers, tp),
-        step_s=step_s,
-        seq_s=seq_s,
+        **profile.host_s(),
         samples=samples(profile, f"gemm_{dtype}"),
         padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
         max_tokens=int(limits["max_tokens"]),
@@ -117,33 +119,19 @@ class GemmTable:
         self.tokens: tuple[int, ...] = tuple(table["tokens"])
         self._grids = [grid({"n": table["n"], "k": table["k"], "us": level}, "n", "k") for level in table["us"]]
 
-    def __call__(self, tokens: int, n: int, k: int) -> float:
+    def __call__(self, tokens: float, n: int, k: int) -> float:
         """Seconds of one multiplication."""
         if tokens in self.tokens:
-            return self._grids[bisect_left(self.tokens, tokens)](n, k)
+            return self._grids[self.tokens.index(int(tokens))](n, k)
         i, share = locate(self.tokens, tokens)
         low, high = self._grids[i](n, k), self._grids[i + 1](n, k)
         return max(0.0, low + share * (high - low))
 
 
-def matrices(model: ModelShape, tp: int) -> list[tuple[int, int]]:
-    """(width, depth) of the matrices of one layer on one rank, as vLLM merges them: QKV, output, gate and up, down."""
-    kind = model.attention[0]
-    width = -(-model.intermediate_size // tp)
-    return [
-        ((kind.num_heads // tp + 2 * kind.kv_heads_per_rank(tp)) * kind.head_dim, model.hidden_size),
-        (model.hidden_size, kind.num_heads // tp * kind.head_dim),
-        ((2 if model.gated_mlp else 1) * width, model.hidden_size),
-        (model.hidden_size, width),
-    ]
-
-
 def _check(profile: ProfileFile, model: ModelShape, tp: int) -> None:
     kinds = set(model.attention)
     reason = ""
-    if model.moe is not None:
-        reason = "it is a mixture of experts, and expert kernels are in none of its tables"
-    elif any(kind.is_mla for kind in kinds):
+    if any(kind.is_mla for kind in kinds):
         reason = "its latent attention is in none of its tables"
     elif any(kind.head_dim != profile.data["kernels"]["head_dim"] for kind in kinds):
         reason = f"its attention heads are not of size {profile.data['kernels']['head_dim']}"

@@ -148,7 +148,7 @@ class FittedProfile:
             sizes = self.terms.padded_sizes
             padded = sizes[bisect_left(sizes, tokens)] if sizes and tokens <= sizes[-1] else tokens
             collective_s = self.terms.all_reduce(padded) if self.terms.all_reduce else 0.0
-            self._tokens_fs[tokens] = to_fs(self.terms.dense(padded) + collective_s)
+            self._tokens_fs[tokens] = to_fs(self.terms.dense(padded) + self.terms.token_s * padded + collective_s)
         return self._tokens_fs[tokens]
 
     def _rows(self, rows: int) -> int:
