@@ -379,7 +379,7 @@ copying_costs = st.builds(
         st.sampled_from([1, 1, 2]),
         max_concurrency=st.sampled_from([None, None, 1, 3]),
         policy=policies,
-    ),
+    ).filter(is_possible),
     st.sampled_from([0, 2, 3]),
 )
 def test_a_cpu_prefix_tier_leaves_the_same_whether_the_engine_leaps_or_steps(scenario: Scenario, failing: int) -> None:

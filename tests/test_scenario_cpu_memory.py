@@ -17,7 +17,7 @@ BASE = {
     "workload": {"workload": "mooncake-chat", "num_requests": 30, "rate": 20.0, "priorities": {0: 0.3, 1: 0.7}},
 }
 TIER = {"num_cpu_prefix_blocks": 5000}
-SHRINK = {"action": "shrink_step", "signal": "workspace", "on": 0.02, "off": 0.01, "hold_s": 0.0, "value": 0.5}
+SHRINK = {"action": "shrink_step", "signal": "workspace", "on": 0.01, "off": 0.005, "hold_s": 0.0, "value": 0.5}
 
 
 def scenario(**tables: object) -> Scenario:
