@@ -12,6 +12,7 @@ from typing import Any
 
 from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, StepResult
 
+from .cpu_lane import CpuLane
 from .forward_pass import ForwardPass
 from .op_timeline import OpTimeline
 from .out_of_memory import OUT_OF_MEMORY, freed_but_pending, oom_report
@@ -29,18 +30,21 @@ class TorchExecutor:
         forward: ForwardPass,
         *,
         mover: BlockMover | None = None,
+        tier: BlockMover | None = None,
+        lane: CpuLane | None = None,
         is_cached: Callable[[int], bool] = lambda block_id: False,
         watch: AbstractContextManager[Any] | None = None,
         on_step: Callable[[StepReading], None] | None = None,
         memory: MemoryReader | None = None,
         timeline: OpTimeline | None = None,
     ) -> None:
-        """`is_cached` says whether the core's prefix cache may find a block; `watch` is entered around every step (a meter
-        with a byte limit, for instance); `on_step` gets a reading a step, with what `memory` reads; `timeline` follows one step.
+        """`mover`, `tier` and `lane` are those of `PlanMoves`. `is_cached` says whether the core's prefix cache may find a block;
+        `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets a reading a step, with what
+        `memory` reads; `timeline` follows one step.
         """
         self.forward = forward
         self.model, self.pool, self.workspace = forward.model, forward.pool, forward.workspace
-        self._moves = PlanMoves(forward.pool, forward.model.ops, mover, is_cached=is_cached)
+        self._moves = PlanMoves(forward.pool, forward.model.ops, mover, is_cached=is_cached, tier=tier, lane=lane)
         self._watch = nullcontext() if watch is None else watch
         self._on_step, self._memory = on_step, memory
         self.timeline = timeline
@@ -71,6 +75,8 @@ class TorchExecutor:
         report: OomReport | None = None
         for child, source, _ in plan.forks:
             self.forward.tokens.fork(child, source)
+        if not plan.shape.num_tokens:
+            return self._only_moves(plan)
         first = plan.scheduled(0)
         tables = [len(request.block_table) for request in first]
         for ahead in range(plan.repeat):
@@ -107,6 +113,9 @@ class TorchExecutor:
             "copied_blocks": self._moves.copied_blocks,
             "swapped_out_blocks": self._moves.swapped_out_blocks,
             "swapped_in_blocks": self._moves.swapped_in_blocks,
+            "saved_prefix_blocks": self._moves.saved_blocks,
+            "loaded_prefix_blocks": self._moves.loaded_blocks,
+            "moved_to_cpu": self._moves.moved_to_cpu,
             "bytes": {
                 "weights": self.model.weights.num_bytes,
                 "kv_cache": counters.reserved_bytes,
@@ -115,6 +124,17 @@ class TorchExecutor:
             },
             "blocks": {"allocated": counters.allocated_blocks, "quarantined": counters.quarantined_blocks, "free": counters.free_blocks},
         }  # fmt: skip
+
+    def _only_moves(self, plan: StepPlan) -> StepResult:
+        """A plan that computes nothing and begins copies; it takes no time."""
+        report: OomReport | None = None
+        self.pool.begin_step(plan.step)
+        try:
+            self._moves.begin(plan)
+        except OUT_OF_MEMORY as error:
+            report = oom_report(error, self._moves.during, self.pool.device)
+        self.pool.end_step()
+        return StepResult(durations=Durations.one(0), oom=report)
 
     # -- one step -------------------------------------------------------------------------------------------------
 

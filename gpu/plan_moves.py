@@ -1,8 +1,9 @@
 """PlanMoves: what a plan does to blocks before anything is computed, and the device's book of who holds them.
 
-Order, for one plan: forks, swap-outs, releases, copies, swap-ins. Forks share blocks that the releases give back, swap-outs read
-them, releases make room that copies and swap-ins fill. A move that ran out of memory stays in the journal with all that follow, and is done
-before the next plan's: the core has taken the step back, so nobody has written in between.
+Order, for one plan: saves, forks, swap-outs, releases, copies, swap-ins, loads. Forks share blocks that the releases give back,
+swap-outs read them, releases make room that copies, swap-ins and loads fill. A move that ran out of memory stays in the
+journal with all that follow, and is done before the next plan's: the core has taken the step back, so nobody has written in
+between.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sim.core.blocks import NO_BLOCK, IntegrityError
 from sim.core.need import blocks_for
 from sim.core.plan import ScheduledRequest, StepPlan
 
+from .cpu_lane import CpuLane
 from .ops import Ops
 from .pool import PagedKVPool
 from .swap import BlockMover
@@ -33,20 +35,34 @@ class PlanMoves:
     """Moves blocks of one device pool as plans say."""
 
     def __init__(
-        self, pool: PagedKVPool, ops: Ops, mover: BlockMover | None, *, is_cached: Callable[[int], bool]
+        self,
+        pool: PagedKVPool,
+        ops: Ops,
+        mover: BlockMover | None,
+        *,
+        is_cached: Callable[[int], bool],
+        tier: BlockMover | None = None,
+        lane: CpuLane | None = None,
     ) -> None:
-        self._pool, self._ops, self._mover = pool, ops, mover
+        """`mover` has the CPU pool of swapped requests, `tier` that of prefixes, whose blocks the core numbers from 1; `lane` serves
+        requests on the CPU.
+        """
+        self._pool, self._ops, self._mover, self._tier, self._lane = pool, ops, mover, tier, lane
         self._is_cached = is_cached
         """Whether a prefix cache may still find what a block holds: then it is not poisoned."""
         self._journal: deque[tuple[str, Callable[[], None]]] = deque()
         self._held: dict[str, tuple[int, ...]] = {}
         self._copied_away: set[int] = set()  # sources of copies since a step was last computed
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
+        self._loading: set[str] = set()  # hold blocks that were loaded for them, and have not been in a step with them
+        self._on_cpu: dict[str, frozenset[int]] = {}  # core's CPU blocks of requests that are served there
         self._saved: dict[str, frozenset[int]] = {}  # core's CPU blocks by the key under which the CPU pool keeps them
         self._sums: dict[str, tuple[int, list[int]]] = {}  # of saved blocks, with the step (checked mode)
         self.during = ""
         """The move in progress, for reports."""
         self.copied_blocks = self.swapped_out_blocks = self.swapped_in_blocks = 0
+        self.saved_blocks = self.loaded_blocks = self.moved_to_cpu = 0
+        """Blocks of prefixes that went to the tier and came from it; requests that went on on the CPU."""
 
     @property
     def holders(self) -> Collection[str]:
@@ -63,7 +79,9 @@ class PlanMoves:
             DoubleFreeError: a release by somebody who does not hold the block.
         """
         self._copied_away.update(source for source, _ in plan.copies)
-        never_used = self._unsettled | set(plan.preempted)
+        never_used = self._unsettled | self._loading | set(plan.preempted)
+        for _, pairs in plan.saves:
+            self._put("save to the prefix tier", partial(self._save, pairs))
         releases = list(plan.releases)
         for child, source, table in plan.forks:
             had = next((given for given in releases if given[0] == child), None) if child in self._held else None
@@ -73,6 +91,9 @@ class PlanMoves:
             if table:
                 self._put(f"fork of {source}", partial(self._fork, child, table))
         for request_id, pairs in plan.swap_outs:
+            if request_id in plan.to_cpu:
+                self._put(f"move of {request_id} to the CPU", partial(self._to_cpu, request_id, pairs))
+                continue
             self._put(f"swap-out of {request_id}", partial(self._swap_out, request_id, pairs))
         for request_id, blocks in releases:
             strict = request_id not in never_used
@@ -80,7 +101,10 @@ class PlanMoves:
         for batch in independent(plan.copies):
             self._put("copy-on-write", partial(self._copy, batch))
         for request_id, pairs in plan.swap_ins:
-            self._put(f"swap-in of {request_id}", partial(self._swap_in, request_id, pairs))
+            move = self._from_cpu if self._lane is not None and request_id in self._lane.guests else self._swap_in
+            self._put(f"swap-in of {request_id}", partial(move, request_id, pairs))
+        for request_id, _, pairs in plan.loads:
+            self._put(f"load for {request_id}", partial(self._load, request_id, pairs))
         self._drain()
 
     def hold(self, scheduled: ScheduledRequest) -> None:
@@ -93,6 +117,7 @@ class PlanMoves:
         name, table = scheduled.request_id, scheduled.block_table
         before = self._held.get(name, ())
         self._unsettled.discard(name)
+        self._loading.discard(name)
         if table == before:
             return
         gone = set(before).difference(table) - {NO_BLOCK}
@@ -123,7 +148,7 @@ class PlanMoves:
     def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """The run is over: give back what was released after the last plan."""
         for request_id, blocks in releases:
-            strict = request_id not in self._unsettled
+            strict = request_id not in self._unsettled | self._loading
             self._put(f"release by {request_id}", partial(self._release, request_id, blocks, strict=strict))
         self._drain()
 
@@ -191,6 +216,46 @@ class PlanMoves:
         if self._pool.checked:
             self._check_restored(name, [block for _, block in pairs])
         self.swapped_in_blocks += len(pairs)
+
+    def _save(self, pairs: Pairs) -> None:
+        """The core rewrites neither end before it has heard; the device may still be ahead of that, so what comes next waits."""
+        tier = self._needed_tier()
+        transfer = tier.save([block for block, _ in pairs], [cpu_block - 1 for _, cpu_block in pairs])
+        self._await(transfer.fence)
+        self.saved_blocks += len(pairs)
+
+    def _load(self, name: str, pairs: Pairs) -> None:
+        """The blocks are the request's from here on, though no step has them in a table yet."""
+        targets = tuple(block for _, block in pairs)
+        self._pool.assign(name, targets, len(targets) * self._pool.layout.block_size)
+        self._held[name] = targets
+        self._loading.add(name)
+        transfer = self._needed_tier().load(targets, [cpu_block - 1 for cpu_block, _ in pairs])
+        self._await(transfer.fence)
+        self.loaded_blocks += len(pairs)
+
+    def _needed_tier(self) -> BlockMover:
+        if self._tier is None:
+            raise IntegrityError(
+                "the plan saves or loads prefixes, but the executor was made without a CPU prefix tier"
+            )
+        return self._tier
+
+    def _to_cpu(self, name: str, pairs: Pairs) -> None:
+        if self._lane is None:
+            raise IntegrityError(f"the plan moves {name} to the CPU, but the executor was made without one")
+        slots = frozenset(slot for _, slot in pairs)
+        for guest in [guest for guest, kept in self._on_cpu.items() if kept & slots]:
+            self._lane.drop(guest)  # it ended there: the core has given its place to another
+            del self._on_cpu[guest]
+        self._lane.take(name, self._pool, [block for block, _ in pairs])
+        self._on_cpu[name] = slots
+        self.moved_to_cpu += 1
+
+    def _from_cpu(self, name: str, pairs: Pairs) -> None:
+        assert self._lane is not None  # it is a guest there
+        self._lane.give_back(name, self._pool, [block for _, block in pairs])
+        del self._on_cpu[name]
 
     def _checksums(self, blocks: list[int]) -> list[int]:
         ids = torch.tensor(blocks, dtype=torch.int64).to(self._pool.device)
