@@ -73,8 +73,9 @@ class CpuLane:
         own = PagedKVPool(self._layout, size, "cpu", checked=pool.checked)
         places = tuple(range(1, size + 1))
         hand_over(name, pool, table, own, places, context_tokens, release=False)
-        self._guests[name] = _Guest(own, places)
-        self._decode(name, context_tokens, last)
+        guest = _Guest(own, places)
+        self._decode(name, guest, context_tokens, last)
+        self._guests[name] = guest
 
     def give_back(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
         """A request goes back to a device's `pool`, with as many blocks of what was computed for it as `table` has.
@@ -89,9 +90,8 @@ class CpuLane:
         """A request has ended; its memory is free. Raises KeyError when it is not here."""
         del self._guests[name]
 
-    def _decode(self, name: str, context_tokens: int, last: int) -> None:
+    def _decode(self, name: str, guest: _Guest, context_tokens: int, last: int) -> None:
         """Compute tokens `[context_tokens, last - 1)`; each gives the next."""
-        guest = self._guests[name]
         forward = self._forward(guest.pool)
         for place in range(context_tokens, last - 1):
             guest.pool.begin_step(place)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,35 +18,18 @@ from sim.core.blocks import NO_BLOCK, IntegrityError
 from sim.core.need import blocks_for
 from sim.core.plan import ScheduledRequest, StepPlan
 
-from .cpu_lane import CpuLane
+from .cpu_moves import CpuMoves, Pairs
 from .ops import Ops
 from .pool import PagedKVPool
-from .swap import BlockMover
-
-Pairs = Sequence[tuple[int, int]]
-
-
-class ChangedBlockError(RuntimeError):
-    """A block came back from the CPU pool other than it went there. Names block, owner and steps."""
 
 
 class PlanMoves:
     """Moves blocks of one device pool as plans say."""
 
-    def __init__(
-        self,
-        pool: PagedKVPool,
-        ops: Ops,
-        mover: BlockMover | None,
-        *,
-        is_cached: Callable[[int], bool],
-        tier: BlockMover | None = None,
-        lane: CpuLane | None = None,
-    ) -> None:
-        """`mover` has the CPU pool of swapped requests, `tier` that of prefixes, whose blocks the core numbers from 1; `lane` serves
-        requests on the CPU.
-        """
-        self._pool, self._ops, self._mover, self._tier, self._lane = pool, ops, mover, tier, lane
+    def __init__(self, pool: PagedKVPool, ops: Ops, cpu: CpuMoves, *, is_cached: Callable[[int], bool]) -> None:
+        self._pool, self._ops = pool, ops
+        self.cpu = cpu
+        """Moves between the device and the CPU."""
         self._is_cached = is_cached
         """Whether a prefix cache may still find what a block holds: then it is not poisoned."""
         self._journal: deque[tuple[str, Callable[[], None]]] = deque()
@@ -55,14 +37,10 @@ class PlanMoves:
         self._copied_away: set[int] = set()  # sources of copies since a step was last computed
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
         self._loading: set[str] = set()  # hold blocks that were loaded for them, and have not been in a step with them
-        self._on_cpu: dict[str, frozenset[int]] = {}  # core's CPU blocks of requests that are served there
-        self._saved: dict[str, frozenset[int]] = {}  # core's CPU blocks by the key under which the CPU pool keeps them
-        self._sums: dict[str, tuple[int, list[int]]] = {}  # of saved blocks, with the step (checked mode)
         self.during = ""
         """The move in progress, for reports."""
-        self.copied_blocks = self.swapped_out_blocks = self.swapped_in_blocks = 0
-        self.saved_blocks = self.loaded_blocks = self.moved_to_cpu = 0
-        """Blocks of prefixes that went to the tier and came from it; requests that went on on the CPU."""
+        self.copied_blocks = 0
+        """Blocks that were copied for copy-on-write."""
 
     @property
     def holders(self) -> Collection[str]:
@@ -81,7 +59,7 @@ class PlanMoves:
         self._copied_away.update(source for source, _ in plan.copies)
         never_used = self._unsettled | self._loading | set(plan.preempted)
         for _, pairs in plan.saves:
-            self._put("save to the prefix tier", partial(self._save, pairs))
+            self._put("save to the prefix tier", partial(self.cpu.save, pairs))
         releases = list(plan.releases)
         for child, source, table in plan.forks:
             had = next((given for given in releases if given[0] == child), None) if child in self._held else None
@@ -92,17 +70,16 @@ class PlanMoves:
                 self._put(f"fork of {source}", partial(self._fork, child, table))
         for request_id, pairs in plan.swap_outs:
             if request_id in plan.to_cpu:
-                self._put(f"move of {request_id} to the CPU", partial(self._to_cpu, request_id, pairs))
+                self._put(f"move of {request_id} to the CPU", partial(self.cpu.to_cpu, request_id, pairs))
                 continue
-            self._put(f"swap-out of {request_id}", partial(self._swap_out, request_id, pairs))
+            self._put(f"swap-out of {request_id}", partial(self.cpu.swap_out, request_id, pairs))
         for request_id, blocks in releases:
             strict = request_id not in never_used
             self._put(f"release by {request_id}", partial(self._release, request_id, blocks, strict=strict))
         for batch in independent(plan.copies):
             self._put("copy-on-write", partial(self._copy, batch))
         for request_id, pairs in plan.swap_ins:
-            move = self._from_cpu if self._lane is not None and request_id in self._lane.guests else self._swap_in
-            self._put(f"swap-in of {request_id}", partial(move, request_id, pairs))
+            self._put(f"swap-in of {request_id}", partial(self.cpu.swap_in, request_id, pairs))
         for request_id, _, pairs in plan.loads:
             self._put(f"load for {request_id}", partial(self._load, request_id, pairs))
         self._drain()
@@ -193,101 +170,13 @@ class PlanMoves:
         self._ops.move_blocks(self._pool.rows, self._pool.rows, sources, targets)
         self.copied_blocks += len(copies)
 
-    def _swap_out(self, name: str, pairs: Pairs) -> None:
-        mover, slots = self._needed(name), frozenset(slot for _, slot in pairs)
-        for key in [key for key, kept in self._saved.items() if key == name or kept & slots]:
-            mover.cpu_pool.drop(key)  # its request ended while it was away: the core has given its slots to another
-            del self._saved[key]
-        transfer = mover.swap_out(name, [block for block, _ in pairs])
-        if transfer is None:
-            raise IntegrityError(
-                f"the CPU pool has {mover.cpu_pool.num_free} free slots for {len(pairs)} blocks of {name}; the core counted more"
-            )
-        self._await(transfer.fence)
-        self._saved[name] = slots
-        if self._pool.checked:
-            self._sums[name] = (self._pool.clock.step, self._checksums([block for block, _ in pairs]))
-        self.swapped_out_blocks += len(pairs)
-
-    def _swap_in(self, name: str, pairs: Pairs) -> None:
-        transfer = self._needed(name).swap_in(name, [block for _, block in pairs])
-        self._await(transfer.fence)
-        del self._saved[name]
-        if self._pool.checked:
-            self._check_restored(name, [block for _, block in pairs])
-        self.swapped_in_blocks += len(pairs)
-
-    def _save(self, pairs: Pairs) -> None:
-        """The core rewrites neither end before it has heard; the device may still be ahead of that, so what comes next waits."""
-        tier = self._needed_tier()
-        transfer = tier.save([block for block, _ in pairs], [cpu_block - 1 for _, cpu_block in pairs])
-        self._await(transfer.fence)
-        self.saved_blocks += len(pairs)
-
     def _load(self, name: str, pairs: Pairs) -> None:
         """The blocks are the request's from here on, though no step has them in a table yet."""
         targets = tuple(block for _, block in pairs)
         self._pool.assign(name, targets, len(targets) * self._pool.layout.block_size)
         self._held[name] = targets
         self._loading.add(name)
-        transfer = self._needed_tier().load(targets, [cpu_block - 1 for cpu_block, _ in pairs])
-        self._await(transfer.fence)
-        self.loaded_blocks += len(pairs)
-
-    def _needed_tier(self) -> BlockMover:
-        if self._tier is None:
-            raise IntegrityError(
-                "the plan saves or loads prefixes, but the executor was made without a CPU prefix tier"
-            )
-        return self._tier
-
-    def _to_cpu(self, name: str, pairs: Pairs) -> None:
-        if self._lane is None:
-            raise IntegrityError(f"the plan moves {name} to the CPU, but the executor was made without one")
-        slots = frozenset(slot for _, slot in pairs)
-        for guest in [guest for guest, kept in self._on_cpu.items() if kept & slots]:
-            self._lane.drop(guest)  # it ended there: the core has given its place to another
-            del self._on_cpu[guest]
-        self._lane.take(name, self._pool, [block for block, _ in pairs])
-        self._on_cpu[name] = slots
-        self.moved_to_cpu += 1
-
-    def _from_cpu(self, name: str, pairs: Pairs) -> None:
-        assert self._lane is not None  # it is a guest there
-        self._lane.give_back(name, self._pool, [block for _, block in pairs])
-        del self._on_cpu[name]
-
-    def _checksums(self, blocks: list[int]) -> list[int]:
-        ids = torch.tensor(blocks, dtype=torch.int64).to(self._pool.device)
-        sums = torch.empty(len(blocks), dtype=torch.int32, device=self._pool.device)
-        found: list[int] = self._ops.block_checksum(self._pool.rows, ids, sums).tolist()
-        return found
-
-    def _check_restored(self, name: str, blocks: list[int]) -> None:
-        """Verify that what came back is what was saved.
-
-        Raises:
-            ChangedBlockError: it is not; names the block, its owner and both steps.
-        """
-        step, saved = self._sums.pop(name)
-        for block, before, now in zip(blocks, saved, self._checksums(blocks), strict=True):
-            if before != now:
-                raise ChangedBlockError(
-                    f"block {block} of {name}, restored at step {self._pool.clock.step}, is not what was saved at step {step}: "
-                    f"checksum {now & 0xFFFFFFFF:08x}, not {before & 0xFFFFFFFF:08x}; a copy was not waited for, or its place was rewritten"
-                )
-
-    def _await(self, fence: Any) -> None:
-        """What comes next may write where the copy reads. The checked mode waits on the host, so that tags can be verified."""
-        if self._pool.checked:
-            fence.wait()
-        else:
-            fence.order()
-
-    def _needed(self, name: str) -> BlockMover:
-        if self._mover is None:
-            raise IntegrityError(f"the plan swaps {name}, but the executor was made without a CPU pool")
-        return self._mover
+        self.cpu.load(pairs)
 
 
 def independent(copies: Pairs) -> Iterator[list[tuple[int, int]]]:

@@ -20,6 +20,7 @@ from sim.memory.graphs import graph_plan
 
 from .batch import BatchBuffers, Sampling
 from .cpu_lane import CpuLane
+from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
 from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
@@ -157,9 +158,13 @@ class RealEngine:
         index = len(self.executors)
         executor = TorchExecutor(
             forward,
-            mover=mover,
-            lane=CpuLane(
-                forward.model, layout, self.tokens, sampling=settings.sampling, max_model_len=engine.max_model_len
+            cpu=CpuMoves(
+                pool,
+                ops,
+                mover=mover,
+                lane=CpuLane(
+                    forward.model, layout, self.tokens, sampling=settings.sampling, max_model_len=engine.max_model_len
+                ),
             ),
             is_cached=core.pool.index.__contains__,
             watch=None if self._budget is None else StorageMeter(self._budget),

@@ -11,6 +11,7 @@ import torch
 from experiments.validation import SCENARIOS
 from gpu.batch import Sampling
 from gpu.cpu_lane import CpuLane
+from gpu.cpu_moves import CpuMoves
 from gpu.cpu_pool import CpuBlockPool
 from gpu.handover import HandoverError, hand_over
 from gpu.layout import KVLayout
@@ -36,7 +37,9 @@ class Device:
         self.ops = Ops("cpu")
         self.cached: set[int] = set()
         self.mover = BlockMover(self.pool, CpuBlockPool(LAYOUT, 4), self.ops)
-        self.moves = PlanMoves(self.pool, self.ops, self.mover, is_cached=self.cached.__contains__)
+        self.moves = PlanMoves(
+            self.pool, self.ops, CpuMoves(self.pool, self.ops, mover=self.mover), is_cached=self.cached.__contains__
+        )
         self.step = 0
 
     def begin(self, **decided: object) -> None:
@@ -199,7 +202,7 @@ def test_slots_of_a_request_that_ended_while_it_was_away_are_used_again(device):
 
 
 def test_a_swap_without_a_cpu_pool_is_refused(device):
-    moves = PlanMoves(device.pool, device.ops, None, is_cached=lambda block: False)
+    moves = PlanMoves(device.pool, device.ops, CpuMoves(device.pool, device.ops), is_cached=lambda block: False)
     plan = StepPlan(
         step=0,
         repeat=1,
@@ -226,9 +229,8 @@ def tiered() -> Device:
     """A device with a prefix tier of four blocks."""
     device = Device()
     device.tier = BlockMover(device.pool, CpuBlockPool(LAYOUT, 4), device.ops)
-    device.moves = PlanMoves(
-        device.pool, device.ops, device.mover, is_cached=device.cached.__contains__, tier=device.tier
-    )
+    cpu = CpuMoves(device.pool, device.ops, tier=device.tier)
+    device.moves = PlanMoves(device.pool, device.ops, cpu, is_cached=device.cached.__contains__)
     return device
 
 
@@ -251,7 +253,7 @@ def test_a_prefix_is_saved_evicted_and_loaded_for_another_request(tiered):
     assert (tiered.reads(5), tiered.reads(6)) == (11.0, 12.0)
     assert tiered.poisoned(7)
     tiered.end()
-    assert (tiered.moves.saved_blocks, tiered.moves.loaded_blocks) == (2, 2)
+    assert (tiered.moves.cpu.saved_blocks, tiered.moves.cpu.loaded_blocks) == (2, 2)
     tiered.begin(releases=(("c", (5, 6, 7)), ("b", (1, 2))))
     assert tiered.pool.counters().free_blocks == 8
 
@@ -272,7 +274,7 @@ def test_a_plan_that_only_copies_takes_no_time():
     spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=3, output_tokens=2)
     config = EngineConfig(num_gpu_blocks=4, block_size=4, max_model_len=8, max_num_seqs=1, max_num_batched_tokens=8)
     executor = RealEngine(RealSettings(shape=SCENARIOS["pressure-0"].shape), [spec]).executor(EngineCore(config))
-    executor.moves._tier = BlockMover(executor.pool, CpuBlockPool(executor.pool.layout, 2), executor.model.ops)
+    executor.moves.cpu._tier = BlockMover(executor.pool, CpuBlockPool(executor.pool.layout, 2), executor.model.ops)
     plan = StepPlan(
         step=3, repeat=1, start_fs=7, shape=BatchShape(), saves=((-1, ((1, 2),)),), scheduled=lambda ahead: ()
     )
