@@ -149,7 +149,7 @@ class EngineView:
     @property
     def num_running(self) -> int:
         """Admitted requests, those included that hold a slot a step longer with asynchronous scheduling."""
-        return self._scheduler.num_slots_taken
+        return len(self._scheduler.running) + len(self._scheduler.departing)
 
     @property
     def num_admissions(self) -> int:

@@ -106,6 +106,8 @@ class PredictedPeak(AdmissionBase):
         self._ahead: list[int] = [0]
         self._few: list[tuple[tuple[float, ...], int]] = []
         self._moments: list[tuple[float, float]] = []
+        self._equal: dict[tuple[float, ...], tuple[float, ...]] = {}
+        self._caps: dict[str, int] = {}  # output caps of the running
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the probability at the worst moment with the risk."""
@@ -120,10 +122,10 @@ class PredictedPeak(AdmissionBase):
             request.spec.tenant, request.num_output_tokens, view.output_cap(request.spec), view.block_size
         )
         held = blocks_for(request.num_tokens, view.block_size)
-        worst, pool = 0.0, view.num_blocks
+        worst, pool, few = 0.0, view.num_blocks, view.num_running < EXACT_UP_TO
         for index, ahead in enumerate(self._ahead):
             alive, blocks = own[index], held + ahead
-            if view.num_running < EXACT_UP_TO:
+            if few:
                 parts = [(curve[index], others + ahead) for curve, others in self._few]
                 chance = exceeds(pool, [*parts, (alive, blocks)])
             else:
@@ -145,23 +147,28 @@ class PredictedPeak(AdmissionBase):
         block_size = view.block_size
         self._ahead = horizons(block_size, view.max_model_len)
         self._few = []
-        alike: dict[tuple[float, ...], list[int]] = {}
+        alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}  # equal curves are one object
+        few = view.num_running < EXACT_UP_TO
+        caps, self._caps = self._caps, {}
         for running in view.running():
-            curve = self._curve(running.tenant, running.output_tokens, view.output_cap(running), block_size)
-            held = blocks_for(running.num_tokens, block_size)
-            alike.setdefault(curve, []).append(held)
-            if view.num_running < EXACT_UP_TO:
+            name = running.request_id
+            cap = self._caps[name] = caps.get(name) or view.output_cap(running)
+            num_tokens = running.num_tokens
+            curve = self._curve(running.tenant, num_tokens - running.input_tokens, cap, block_size)
+            held = blocks_for(num_tokens, block_size)
+            alike.setdefault(id(curve), (curve, []))[1].append(held)
+            if few:
                 self._few.append((curve, held))
-        sums = [(curve, len(held), sum(held), sum(b * b for b in held)) for curve, held in alike.items()]
-        self._moments = []
-        for index, ahead in enumerate(self._ahead):
-            mean = variance = 0.0
-            for curve, num, held, squares in sums:
-                alive = curve[index]
-                if alive:  # sum of (b + ahead) and of (b + ahead)^2
-                    mean += alive * (held + num * ahead)
-                    variance += alive * (1.0 - alive) * (squares + 2 * ahead * held + num * ahead * ahead)
-            self._moments.append((mean, variance))
+        sums = [(curve, len(held), sum(held), sum(b * b for b in held)) for curve, held in alike.values()]
+        means, variances = [0.0] * len(self._ahead), [0.0] * len(self._ahead)
+        for curve, num, held, squares in sums:
+            for index, (alive, ahead) in enumerate(zip(curve, self._ahead, strict=True)):
+                if not alive:
+                    break  # nobody of them comes back to life
+                grown = num * ahead  # sum of (b + ahead) and of (b + ahead)^2
+                means[index] += alive * (held + grown)
+                variances[index] += alive * (1.0 - alive) * (squares + 2 * ahead * held + grown * ahead)
+        self._moments = list(zip(means, variances, strict=True))
 
     def _curve(self, tenant: str, output_tokens: int, cap: int, block_size: int) -> tuple[float, ...]:
         """When a request of this age and cap will still run; kept until lengths are learned anew."""
@@ -170,7 +177,7 @@ class PredictedPeak(AdmissionBase):
         if curve is None:
             rounded = output_tokens // block_size * block_size
             curve = still_running(rounded, cap, self._lengths(tenant), block_size, self._ahead)
-            self._curves[key] = curve
+            curve = self._curves[key] = self._equal.setdefault(curve, curve)
         return curve
 
     def _lengths(self, tenant: str) -> Survival:
@@ -185,7 +192,7 @@ class PredictedPeak(AdmissionBase):
         if self._learned_at >= 0 and (since == 0 or (outputs.num_finished > 64 and since < RELEARN_EVERY)):
             return
         self._learned_at = outputs.num_finished
-        self._curves = {}
+        self._curves, self._equal = {}, {}
         running: dict[str, list[int]] = {}
         for other in view.running():
             running.setdefault(other.tenant, []).append(other.output_tokens)
