@@ -19,6 +19,7 @@ from sim.policy_choice import choose_policy
 from sim.resolve import resolve
 from sim.scenario import Scenario
 from sim.scenario_errors import ScenarioError
+from sim.scenario_tables import TABLES
 from sim.sequences import sequences
 from sim.simulation import build_workload, engine_config
 
@@ -111,11 +112,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _scenario(tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Scenario:
-    """What was run, as a simulation: the same but for what carries out the steps."""
-    given = {
-        name: {key: math.inf if value == "inf" else value for key, value in keys.items() if value is not None}
-        for name, keys in tables.items()
-    }
+    """What was run, as a simulation: the same but for what carries out the steps. What equals its default counts as not given."""
+    given: dict[str, dict[str, Any]] = {name: {} for name in tables}
+    for name, keys in tables.items():
+        fields = TABLES[name].model_fields if name in TABLES else {}
+        for key, value in keys.items():
+            meant = math.inf if value == "inf" else value
+            if meant is not None and not (key in fields and meant == fields[key].default):
+                given[name][key] = meant
     given["run"] = {key: value for key, value in given["run"].items() if key not in ("executor", "device")}
     try:
         return Scenario(**given)

@@ -80,12 +80,12 @@ def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
     if path.suffix == ".csv":
         return _llm_d(path)
     if path.suffix == ".json":
-        from .bench_run import read_bench_run
+        from .bench_json import read_bench
 
-        return read_bench_run(path)
+        return read_bench(path)
     raise CalibrationError(
         f"{path}: not a recorded run; the out folder of `kvtwin run --executor torch`, a folder with requests.jsonl and meta.json, "
-        "the JSON of `vllm bench serve --save-detailed`, or an llm-d CSV, is"
+        "an llm-d CSV, or a vLLM bench JSON, is"
     )
 
 

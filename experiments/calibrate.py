@@ -90,61 +90,52 @@ def measure_command(
 
 
 @calibrate_app.command("fit", epilog="\b\nExample:\n  kvtwin calibrate fit runs/cpu --out cpu.json --html cpu.html")
+@takes_scenario
 def fit_command(
+    scenario: Scenario,
     source: Annotated[
         Path,
         typer.Argument(
             metavar="PATH",
-            help="A run of `calibrate measure`, kernel tables (a folder of LLMServingSim or aiconfigurator), or whole steps "
-            "(DistServe's JSON, Splitwise's CSV).",
+            help="A run of `calibrate measure`, kernel tables (a folder of LLMServingSim or aiconfigurator), whole steps (DistServe's "
+            "JSON, Splitwise's CSV), or a server's run (requests.jsonl, a vLLM bench JSON, an llm-d CSV) to correct --profile by.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here.")],
-    tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size", metavar="N", min=1, help="Which of a model's tables to fit; default: 1."
-        ),
-    ] = 1,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Which model of a file that holds several.")
+    first: Annotated[
+        int | None,
+        typer.Option("--first", metavar="N", min=1, help="Requests of a run that are fitted to; default: 30."),
     ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu",
-            metavar="NAME",
-            help="Which GPU of a file that holds several; of timed steps, if its product name does not tell.",
-        ),
+    prefixes: Annotated[
+        Path | None,
+        typer.Option("--prefixes", metavar="FILE", help="A lengths.csv of a run's requests, for their prefix hits."),
     ] = None,
     html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Of timed steps: the fit with its residuals as one page."),
+        Path | None, typer.Option("--html", metavar="FILE", help="Write errors, intervals and residuals as one page.")
     ] = None,
     json: Json = False,
 ) -> int:
-    """Fit a cost profile to timed steps or kernel tables: non-negative terms, held-out errors, intervals, and what stayed unknown."""
+    """Fit a cost profile: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
     from calibration.document import write
-    from calibration.errors import CalibrationError
-    from calibration.fit_page import fit_page
-    from calibration.sources import fit_source
-    from calibration.step_log import is_step_run, read_run
-
-    if html is not None and not is_step_run(source):
-        raise CalibrationError("--html shows the residuals of timed steps; kernel tables have no such page")
+    from calibration.fit_requests import FIRST, fit_requests
+    from calibration.runs import read_run
+    from calibration.sources import fit_source, is_run
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    ranks, model, gpu = scenario.engine.tensor_parallel_size, scenario.model.model, scenario.gpu.gpu
+    chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
+    command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {ranks}{chosen}"
     with Progress("kvtwin calibrate fit") as progress:
         progress.say("fitting")
-        ranks = f" --tensor-parallel-size {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
-        chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
-        command = f"kvtwin calibrate fit {source.name}{ranks}{chosen}"
-        profile = fit_source(
-            source, tensor_parallel_size=tensor_parallel_size, date=today, command=command, model=model, gpu=gpu
-        )
+        if is_run(source):
+            number = first or FIRST
+            command += f" --profile {scenario.gpu.profile} --first {number}"
+            profile = fit_requests(read_run(source, prefixes), scenario, number, date=today, command=command)
+        else:
+            profile = fit_source(source, tensor_parallel_size=ranks, date=today, command=command, model=model, gpu=gpu)
         write(profile, out)
-        if html is not None:
-            write_text(html, fit_page(read_run(source), profile))
+    if html is not None:
+        write_text(html, _fit_page(source, profile))
     shown = {
         key: profile[key]
         for key in (
@@ -254,11 +245,25 @@ def judge_command(
     return 0 if judged.verdict == EQUIVALENT else 1
 
 
+def _fit_page(source: Path, profile: dict[str, Any]) -> str:
+    """Timed steps are still there to be looked at one by one; of tables the profile keeps the errors."""
+    from calibration.fit_page import fit_page
+    from calibration.step_log import is_step_run, read_run
+
+    from .fit_report import page
+
+    return fit_page(read_run(source), profile) if is_step_run(source) else page(profile)
+
+
 def _print_fit(profile: dict[str, Any], out: Path) -> None:
     say(f"{profile['name']}: fitted to {profile['provenance']['source']}")
     for key, value in profile["error"].items():
         if isinstance(value, dict) and value.get("median") is not None:
             say(f"  {key:<48} median {value['median']:6.1%}   95th percentile {value['p95']:6.1%}")
+        elif key in ("kernels_only", "corrected"):
+            say(f"  {key.replace('_', ' '):<48} " + ", ".join(f"{name} {off:+.1%}" for name, off in value.items()))
+    for term, (low, high) in profile["intervals"].items():
+        say(f"  {term:<48} 95 % interval of the term as a whole [{low:+.1%}, {high:+.1%}]")
     for text in profile["identifiability"]:
         say(f"  note: {text}")
     say(f"wrote {out}")

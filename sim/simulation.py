@@ -219,6 +219,8 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         kv_groups=core_groups(ledger),
         in_flight_tokens=ledger.in_flight_tokens,
         num_cpu_blocks=policy["num_cpu_blocks"],
+        num_cpu_prefix_blocks=policy["num_cpu_prefix_blocks"],
+        cpu_prefix_mode=policy["cpu_prefix_mode"],
         watermark=policy["watermark"],
     )
 
@@ -303,6 +305,8 @@ def cost_model(resolved: Resolved) -> CostModel:
             "[gpu] gpu is 'cpu', whose data sheet prices no step; give a profile that was measured (--profile auto, or one from "
             "`kvtwin calibrate measure` and `fit`), or run it for real with --executor torch"
         )
+    if resolved.ledger.layout.is_hybrid:
+        settings["block_bytes"] = resolved.ledger.block_bytes
     if profile == ROOFLINE:
         return planned_ahead(Roofline(resolved.model, resolved.gpu, **settings))
     known = (ROOFLINE, AUTO, *profile_names())

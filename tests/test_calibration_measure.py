@@ -183,7 +183,7 @@ def test_times_are_understood(text: str, value: float) -> None:
         (["measure", "--device", "tpu", "--out", "r"], ["device is 'tpu'"]),
         (["measure", "--max-num-seqs", "2", "--out", "r"], ["max_num_seqs is 2"]),
         (["measure", "--clock", "sun", "--out", "r"], ["clock is 'sun'", "wall, thread"]),
-        (["fit", ".", "--out", "p.json", "--html", "p.html"], ["--html shows the residuals of timed steps"]),
+        (["fit", ".", "--out", "p.json"], ["not a folder of measurements", "kvtwin calibrate measure"]),
     ],
 )
 def test_bad_input_is_one_message(

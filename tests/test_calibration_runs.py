@@ -234,7 +234,7 @@ def test_the_embedded_model_profiles_are_what_the_tables_give(data_dir: Path, fo
     from calibration.readers import llmservingsim
 
     source = llmservingsim.read_profile(data_dir / RUNS / "profiles" / folder, ranks)
-    again = fit_model_profile(source, date="", command="", resamples=2)
+    again = fit_model_profile(source, date="", command="")
     kept = read_profile(FOLDER / f"{again['name']}.json").data
     for term in ("dense", "rows", "prefill", "decode", "mixed"):
         assert np.asarray(again["terms"][term]["us"]) == pytest.approx(np.asarray(kept["terms"][term]["us"]), rel=1e-3)
