@@ -55,7 +55,9 @@ def _error(name: str, value: Mapping[str, Any]) -> str:
 def _weight(name: str, value: Mapping[str, Any]) -> str:
     low, high = value["interval"]
     shown = f"{low:+.0%} to {high:+.0%}" if value["us"] else f"up to {high:.3g} us"
-    about = TERMS.get(name) or "all matrices and short kernels, from {} to {} tokens".format(*name.split("_")[1:])
+    about = TERMS.get(name) or "matrices, short kernels and whatever else a token costs, from {} to {} tokens".format(
+        *name.split("_")[1:]
+    )
     return f'<tr><td>{escape(name)}</td><td>{value["us"]:,.4g}</td><td>{shown}</td><td class="text">{escape(about)}</td></tr>'
 
 

@@ -39,7 +39,8 @@ def page(judgement: Judgement) -> str:
 {escape(run.provenance)}. Simulated with {escape(twin.profile)} and {document["num_gpu_blocks"]:,} KV blocks. Mean error (bias)
 {document["bias"]:+.1%}; worst for its margin: {escape(document["worst"])}.</p>
 <p>{requests["finished"]:,} of {requests["sent"]:,} requests finished, {requests["finished_in_the_twin"]:,} in the simulation. Preemptions:
-{measured} measured, {preemptions["predicted"]:,} predicted. An error without an interval is that of a single value.</p>
+{measured} measured, {preemptions["predicted"]:,} predicted. An error without an interval is that of a single value. In brackets: the prediction for
+prices as uncertain as the profile says, where that was asked for.</p>
 {table(head, [_row(metric) for metric in judgement.metrics])}
 {table(("trajectory", "mean measured", "mean simulated", "distance", "verdict"), _trajectory_rows(judgement))}
 <h2>Predicted against measured</h2>{"".join(scatter)}
@@ -55,10 +56,17 @@ def _row(metric: Metric) -> str:
         for value in (metric.error, metric.low, metric.high, metric.margin)
     )
     return (
-        f"<tr><td>{escape(metric.name)}</td><td>{metric.measured:.4g}</td><td>{metric.predicted:.4g}</td><td>{error}</td>"
+        f"<tr><td>{escape(metric.name)}</td><td>{metric.measured:.4g}</td><td>{metric.predicted:.4g}{_drawn(metric)}</td><td>{error}</td>"
         f"<td>{'–' if metric.low == metric.high else f'{low} to {high}'}</td><td>"
         f'{margin.lstrip("+")}</td><td class="{CLASS.get(metric.verdict, "open")}">{metric.verdict}</td></tr>'
     )
+
+
+def _drawn(metric: Metric) -> str:
+    """The interval of the prediction, where the profile's uncertainty was drawn."""
+    if metric.predicted_low is None or metric.predicted_high is None:
+        return ""
+    return f" <small>({metric.predicted_low:.4g} to {metric.predicted_high:.4g})</small>"
 
 
 def _trajectory_rows(judgement: Judgement) -> list[str]:

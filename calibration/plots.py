@@ -15,7 +15,7 @@ MOST_POINTS = 1000
 BLUE, GREY, RED, GREEN = "#1f6feb", "#8b95a1", "#b3261e", "#12724a"
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#1c2733}
 table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #dde3e8}
-td:first-child,th:first-child{text-align:left}td.text{text-align:left}.good{color:#12724a}.bad{color:#b3261e}.open{color:#8a6100}
+td:first-child,th:first-child{text-align:left}td{white-space:nowrap}td.text{text-align:left;white-space:normal}.good{color:#12724a}.bad{color:#b3261e}.open{color:#8a6100}
 svg{background:#f7f9fa;margin:.4rem}text{font:11px system-ui,sans-serif;fill:#44505b}figure{display:inline-block;margin:0}
 figcaption{text-align:center;color:#44505b}"""
 

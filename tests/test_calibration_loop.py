@@ -121,6 +121,11 @@ def test_judge_as_a_user_types_it(exact: Path, tmp_path: Path, capsys: pytest.Ca
     text = html.read_text()
     assert "itl_p99_s" in text and "Preemptions" in text and "http" not in text.replace("http://www.w3.org", "")
     assert kvtwin([*command, "--max-num-seqs", "2", "--json"]) == 1, "another engine is another run"
+    capsys.readouterr()
+    assert kvtwin([*command, "--draws", "4", "--html", str(html), "--json"]) == 0
+    tpot = next(one for one in json.loads(capsys.readouterr().out)["metrics"] if one["name"] == "tpot_mean_s")
+    assert tpot["predicted_low"] <= tpot["measured"] <= tpot["predicted_high"]
+    assert f"({tpot['predicted_low']:.4g} to" in html.read_text()
 
 
 def test_requests_that_did_not_finish_are_left_out_of_the_comparison(exact: Path) -> None:
