@@ -38,9 +38,9 @@ def page(judgement: Judgement) -> str:
     body = f"""<p>Verdict: <strong class="{CLASS.get(judgement.verdict, "open")}">{judgement.verdict}</strong>. Measured:
 {escape(run.provenance)}. Simulated with {escape(twin.profile)} and {document["num_gpu_blocks"]:,} KV blocks. Mean error (bias)
 {document["bias"]:+.1%}; worst for its margin: {escape(document["worst"])}.</p>
-<p>{requests["finished"]:,} of {requests["sent"]:,} requests finished, {requests["finished_in_the_twin"]:,} in the simulation. Preemptions:
-{measured} measured, {preemptions["predicted"]:,} predicted. An error without an interval is that of a single value. In brackets: the prediction for
-prices as uncertain as the profile says, where that was asked for.</p>
+<p>{requests["finished"]:,} of {requests["sent"]:,} requests finished, {requests["finished_in_the_twin"]:,} in the simulation.
+Preemptions: {measured} measured, {preemptions["predicted"]:,} predicted. An error without an interval is that of a single value.
+In brackets: the prediction for prices as uncertain as the profile says, where that was asked for.</p>
 {table(head, [_row(metric) for metric in judgement.metrics])}
 {table(("trajectory", "mean measured", "mean simulated", "distance", "verdict"), _trajectory_rows(judgement))}
 <h2>Predicted against measured</h2>{"".join(scatter)}
