@@ -26,7 +26,7 @@ from sim.costs.terms import TILE
 from .attention_mixed import MixedFit, fit_mixed
 from .errors import CalibrationError
 from .field import at, fit_field, unmeasured
-from .split import error_summary, held_out_mask, residual_samples
+from .split import error_summary, held_out_mask, judged
 from .tent import Array, robust_nonnegative
 
 CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
@@ -119,9 +119,7 @@ def judge_attention(points: Array, time_us: Array, wave_tiles: float = 0.0) -> d
     chunk, _, n, kv = points.T
     for kind, mask in zip(KINDS, (n == 0, chunk == 0, (chunk > 0) & (n > 0)), strict=True):
         mine = held & mask
-        found[f"held_out_{kind}"] = error_summary(predicted[mine], time_us[mine]) | {
-            "samples": residual_samples(predicted[mine], time_us[mine], TOGETHER)
-        }
+        found[f"held_out_{kind}"] = judged(predicted[mine], time_us[mine], TOGETHER)
     axes = {
         "n_decode > 128, decode only": (n > 128) & (chunk == 0),
         "KV > 8192, decode only": (kv > 8192) & (chunk == 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,27 @@ def document(**fields: Any) -> dict[str, Any]:
     return {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "time_unit": "us", **fields}
 
 
-def taken_samples(error: dict[str, Any]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Draws of how far each term may be off, taken out of the errors they were found with, and their central 95 %.
+def uncertainty(error: dict[str, Any]) -> dict[str, Any]:
+    """The fields `samples`, `intervals` and `residuals` of a document, taken out of the errors they were found with.
 
     Keys are terms: `held_out_decode` gives `decode`.
     """
-    samples = {
-        key.removeprefix("held_out_"): part.pop("samples")
+    parts = {
+        key.removeprefix("held_out_"): part
         for key, part in error.items()
         if isinstance(part, dict) and "samples" in part
     }
-    return samples, {term: interval(np.asarray(drawn)) for term, drawn in samples.items()}
+    samples = {term: part.pop("samples") for term, part in parts.items()}
+    return {
+        "samples": samples,
+        "intervals": {term: interval(np.asarray(drawn)) for term, drawn in samples.items()},
+        "residuals": {term: part.pop("residuals") for term, part in parts.items()},
+    }
 
 
-def pooled(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and 95th percentile over the points of all `parts` together, each of which keeps its `off`."""
-    off = np.abs(np.concatenate([part.pop("off") for part in parts]))
+def pooled(residuals: Mapping[str, Mapping[str, Array]]) -> dict[str, Any]:
+    """Median and 95th percentile over the held-out points of all terms together."""
+    off = np.abs(np.concatenate([part["off"] for part in residuals.values()]))
     return {
         "points": int(off.size),
         "median": round(float(np.median(off)), 5),
@@ -59,8 +65,9 @@ def pooled(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(profile: dict[str, Any], path: Path) -> None:
-    """Write the profile and read it back: what is written can be used. Raises: ConfigError, OSError."""
-    path.write_text(_text(profile) + "\n", encoding="utf-8")
+    """Write the profile, without its residuals, and read it back: what is written can be used. Raises: ConfigError, OSError."""
+    kept = {key: value for key, value in profile.items() if key != "residuals"}
+    path.write_text(_text(kept) + "\n", encoding="utf-8")
     read_profile(path)
 
 

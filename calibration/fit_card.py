@@ -13,21 +13,23 @@ import numpy as np
 
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
-from sim.costs.compose import matrices
+from sim.costs.layer_matrices import matrices
 
 from .attention import fit_attention, judge_attention
-from .document import HOST_STATED, PADDED_SIZES, document, taken_samples
+from .document import HOST_STATED, PADDED_SIZES, document, uncertainty
 from .errors import CalibrationError
-from .fit_model import attention_json, catalogue_name, skew_table
+from .fit_model import attention_json, catalogue_name, skew_table, stated_all_reduce_us
 from .gemm import WIDTHS
 from .readers.aiconfigurator import HEAD_DIM
 from .readers.llmservingsim import LICENCE, SOURCE, KernelProfile
 from .skew import skew_terms
-from .split import error_summary, residual_samples
+from .split import judged as judged_term
 from .tent import Array, robust_nonnegative
 
 MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 SHORT = ("layernorm", "rotary_emb", "act_fn")
+MESSAGES = (1 << 12, 1 << 20, 1 << 26)
+"""Sizes at which a stated collective is written down, in bytes."""
 LEAST_SHAPES = 4
 MATRICES_OF_A_LAYER = len(MATRICES)
 
@@ -56,8 +58,11 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
     judged = [judge_attention(*call, wave) for call, wave in zip(calls, waves, strict=True)]
     unequal = next((table for table in map(skew_table, sources) if table is not None), None)
     skew, _ = skew_terms(unequal)
+    several = sorted({source.tensor_parallel_size for source in sources} - {1})
     one = [_at_one_token(source) for source in sources]
-    samples, intervals = taken_samples({"held_out_gemm_bfloat16": gemm_error} | judged[0])
+    known = uncertainty({"held_out_gemm_bfloat16": gemm_error} | judged[0])
+    for other in judged[1:]:
+        uncertainty(other)  # taken out of their errors too
     whole = [gemm_error, *(part["held_out"] for part in judged)]
     return document(
         name=device.name,
@@ -70,7 +75,13 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             "attention": [_entry(source, call, wave) for source, call, wave in zip(sources, calls, waves, strict=True)],
             "stairs": True,
             "head_dim": HEAD_DIM,
-            "all_reduce": {},
+            "all_reduce": {
+                str(ranks): {
+                    "bytes": list(MESSAGES),
+                    "us": [round(stated_all_reduce_us(ranks, size), 2) for size in MESSAGES],
+                }
+                for ranks in several
+            },
             "short_kernel_us": round(float(np.mean(one)), 3),
             "short_kernels_per_layer": 4,
             "bandwidth_share": 0.8,
@@ -93,11 +104,12 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             },
             "end_to_end": "not yet judged end to end",
         },
-        intervals=intervals,
-        samples=samples,
+        **known,
         identifiability=[
             f"matrices of {len(shapes)} shapes were timed: others are priced by their size alone, whatever their proportions",
-            "no collective was timed: tensor parallelism is refused",
+            f"no collective was timed: over {', '.join(map(str, several))} ranks it is a stated constant (16 GB/s and 20 us over PCIe)"
+            if several
+            else "no collective was timed: tensor parallelism is refused",
             "norms, rotary embedding and activation are 4 kernels a layer of their mean time at one token, and their traffic",
         ],
         provenance={
@@ -148,8 +160,7 @@ def _gemm(sizes: Array, times: dict[int, Array]) -> tuple[Array, dict[str, Any]]
             values = robust_nonnegative(design[kept], times[count][kept]).values
             predicted.append(float(design[out] @ values))
             measured.append(float(times[count][out]))
-    off = np.asarray(predicted), np.asarray(measured)
-    return fitted, error_summary(*off) | {"samples": residual_samples(*off, MATRICES_OF_A_LAYER)}
+    return fitted, judged_term(np.asarray(predicted), np.asarray(measured), MATRICES_OF_A_LAYER)
 
 
 def _table(fitted: Array) -> list[list[list[float]]]:

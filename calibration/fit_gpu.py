@@ -10,12 +10,13 @@ import numpy.typing as npt
 from sim.catalog.gpus import gpu
 
 from .attention import TOGETHER, decode_features
-from .document import HOST_STATED, PADDED_SIZES, document, pooled, taken_samples
+from .document import HOST_STATED, PADDED_SIZES, document, pooled, uncertainty
 from .errors import CalibrationError
 from .field import at, fit_field
+from .fit_model import stated_all_reduce_us
 from .gemm import MAX_TOKENS, fit_gemm
 from .readers.aiconfigurator import HEAD_DIM, LICENCE, SOURCE, KernelTables
-from .split import error_summary, held_out_mask, residual_samples
+from .split import error_summary, held_out_mask, judged
 from .tent import Array, robust_nonnegative
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ SMALL_BYTES = 2 << 20
 LAUNCH_ONLY = 16
 """So are those of so short contexts."""
 CACHE_MARGIN = 1.2
+CUSTOM_OVER_PCIE = 2
+"""GPUs up to which vLLM runs its own all-reduce without NVLink. **Source:** vLLM `custom_all_reduce.py`: "not supported on more than two
+PCIe-only GPUs"."""
 MIXED_FACTOR = {"FlashAttention 2": 1.6, "FlashAttention 3": 1.3}
 """What a decode's attention costs beside a prefill, as a multiple of a call of its own. Not in these tables. The first is the middle of
 what LLMServingSim's tables show for two cards (1.2 to 2.3), the second an assumption."""
@@ -61,8 +65,7 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
     attention, attention_errors = _attention(source, device.l2_cache_bytes)
     error |= attention_errors
     kernel = "FlashAttention 3" if device.architecture == "hopper" else "FlashAttention 2"
-    whole = pooled([part for key, part in error.items() if "off" in part])
-    samples, intervals = taken_samples(error)
+    known = uncertainty(error)
     return document(
         name=device.name,
         kind="gpu",
@@ -71,7 +74,7 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
             "gemm": gemm,
             "attention": attention,
             "head_dim": HEAD_DIM,
-            "all_reduce": _all_reduce(source.all_reduce),
+            "all_reduce": _all_reduce(source.all_reduce, over_pcie=device.link == "pcie"),
             "stairs": kernel == "FlashAttention 2",
             "mixed_factor": MIXED_FACTOR[kernel],
             "short_kernel_us": 2.2,
@@ -83,12 +86,11 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
         padded_sizes=list(PADDED_SIZES),
         range={"max_tokens": MAX_TOKENS, "max_seqs": SEQS[-1], "max_context_tokens": KV[-1]},
         error={
-            "held_out": whole,
+            "held_out": pooled(known["residuals"]),
             **error,
             "end_to_end": "not yet judged end to end",
         },
-        intervals=intervals,
-        samples=samples,
+        **known,
         identifiability=[
             "attention of a chunk over tokens cached before it was not timed: derived from the rate of long prompts and how many "
             "multiprocessors the chunk fills",
@@ -97,6 +99,13 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
                 "memory could have delivered them, so they were read from the cache; such shapes are priced by the law of larger ones"
                 for dtype, part in ((key.removeprefix("held_out_gemm_"), part) for key, part in error.items())
                 if "left_out_up_to_bytes" in part
+            ),
+            *(
+                [
+                    "collectives over more than two GPUs are another PCIe host's stated constant (16 GB/s and 20 us) where that is less"
+                ]
+                if device.link == "pcie"
+                else []
             ),
             f"decodes beside a prefill were not timed: their attention is taken to cost {MIXED_FACTOR[kernel]} times a call of its own",
             "batches of unequal contexts were not timed: they are priced as if all were as long as their mean",
@@ -146,12 +155,9 @@ def _attention(source: KernelTables, l2_bytes: int) -> tuple[list[dict[str, Any]
     ):
         if held[kind]:
             predicted, measured = (np.concatenate(side) for side in zip(*held[kind], strict=True))
-            errors[name] = error_summary(predicted, measured)
-            if kind != "axis":
-                errors[name] |= {
-                    "samples": residual_samples(predicted, measured, TOGETHER),
-                    "off": predicted / measured - 1,
-                }
+            errors[name] = (
+                error_summary(predicted, measured) if kind == "axis" else judged(predicted, measured, TOGETHER)
+            )
     return entries, errors
 
 
@@ -209,14 +215,15 @@ def _select(table: pd.DataFrame, heads: int, kv_heads: int, kv_dtype: str) -> pd
     ]
 
 
-def _all_reduce(table: pd.DataFrame) -> dict[str, Any]:
-    return {
-        str(ranks): {
-            "bytes": part["message_size"].astype(int).tolist(),
-            "us": [_short(v) for v in np.maximum.accumulate(part["us"])],
-        }
-        for ranks, part in table.sort_values("message_size").groupby("num_gpus")
-    }
+def _all_reduce(table: pd.DataFrame, *, over_pcie: bool) -> dict[str, Any]:
+    """By ranks. Over PCIe, vLLM uses its timed kernel for two GPUs only, and a library that was not timed for more."""
+    found: dict[str, Any] = {}
+    for ranks, part in table.sort_values("message_size").groupby("num_gpus"):
+        sizes, us = part["message_size"].astype(int).tolist(), np.maximum.accumulate(part["us"].to_numpy(float))
+        if over_pcie and ranks > CUSTOM_OVER_PCIE:
+            us = np.minimum(us, [stated_all_reduce_us(int(ranks), size) for size in sizes])
+        found[str(ranks)] = {"bytes": sizes, "us": [_short(value) for value in us]}
+    return found
 
 
 def _short(value: float) -> float:

@@ -12,10 +12,10 @@ from sim.catalog.models import model_shape
 
 from .attention import AttentionFit, fit_attention, judge_attention
 from .attention_mixed import RATIO_KNOTS
-from .document import HOST_STATED, PADDED_SIZES, document, taken_samples, thinned
+from .document import HOST_STATED, PADDED_SIZES, document, thinned, uncertainty
 from .readers.llmservingsim import LICENCE, ONCE, SOURCE, KernelProfile
 from .skew import SkewTable, skew_terms
-from .split import error_summary, held_out_mask, residual_samples
+from .split import held_out_mask, judged
 from .tent import Array, fit_line
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def fit_model_profile(
     terms = _terms(attention, layers, dense, rows, skew)
     if source.tensor_parallel_size > 1:
         terms["all_reduce"] = _stated_all_reduce(model.hidden_size, layers, source.tensor_parallel_size)
-    samples, intervals = taken_samples(error)
+    known = uncertainty(error)
     short = {"meta-llama/Llama-3.1-8B": "llama-3.1-8b", "Qwen/Qwen3-32B": "qwen3-32b"}.get(model.name, model.name)
     return document(
         name=f"{device.name}.{short}.tp{source.tensor_parallel_size}",
@@ -97,8 +97,7 @@ def fit_model_profile(
             "max_context_tokens": int(calls[:, 3].max()),
         },
         error=error | {"end_to_end": "not yet judged end to end"},
-        intervals=intervals,
-        samples=samples,
+        **known,
         identifiability=notes,
         provenance={
             "source": f"{SOURCE}, {source.folder.name}",
@@ -185,20 +184,23 @@ def _judge_line(curve: _Dense) -> dict[str, Any]:
     held[[0, -1]] = False  # the ends are the range; beyond them is extrapolation, judged as an axis
     knots = thinned(curve.tokens[~held], curve.time_us[~held])
     values = fit_line(curve.tokens[~held], curve.time_us[~held], knots).values
-    predicted = np.interp(curve.tokens[held], knots, values)
-    return error_summary(predicted, curve.time_us[held]) | {
-        "samples": residual_samples(predicted, curve.time_us[held], 1)
-    }
+    return judged(np.interp(curve.tokens[held], knots, values), curve.time_us[held])
+
+
+STATED_LATENCY_US, STATED_BYTES_PER_S = 20.0, 16e9
+"""An all-reduce over PCIe: the configuration with which the authors of the tables simulate their host; nobody measured it."""
+
+
+def stated_all_reduce_us(ranks: int, size_bytes: int) -> float:
+    """One all-reduce: a latency, and `2 (ranks - 1) / ranks` times the message."""
+    return STATED_LATENCY_US + 2 * (ranks - 1) / ranks * size_bytes / STATED_BYTES_PER_S * 1e6
 
 
 def _stated_all_reduce(hidden_size: int, layers: int, ranks: int) -> dict[str, Any]:
-    """Two all-reduces a layer: 20 us, and `2 (ranks - 1) / ranks` times the hidden states at 16 GB/s.
-
-    **Source:** the configuration with which the authors of the tables simulate this host; nobody measured it.
-    """
+    """Two all-reduces a layer over the hidden states."""
     tokens = [1, 64, 512, 2048]
-    per_token_us = 2 * (ranks - 1) / ranks * hidden_size * 2 / 16e9 * 1e6
-    return {"tokens": tokens, "us": [round(2 * layers * (20.0 + per_token_us * count), 2) for count in tokens]}
+    times = [2 * layers * stated_all_reduce_us(ranks, hidden_size * 2 * count) for count in tokens]
+    return {"tokens": tokens, "us": [round(time, 2) for time in times]}
 
 
 def catalogue_name(product: str) -> str:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .errors import CalibrationError
 from .field import at, fit_field
-from .split import error_summary, held_out_mask, residual_samples
+from .split import held_out_mask, judged
 from .tent import Array, robust_nonnegative
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def fit_gemm(table: pd.DataFrame, dtype: str, bandwidth_bytes_per_s: float) -> t
 
     held = held_out_mask(us.size)
     predicted = at(fitted(~held), knots, [axis[held] for axis in points])
-    error: dict[str, Any] = error_summary(predicted, us[held])
-    error |= {"samples": residual_samples(predicted, us[held], MATRICES), "off": predicted / us[held] - 1}
+    error = judged(predicted, us[held], MATRICES)
     error["same_tile_noise_p95"] = same_tile_noise(table)
     if cached_bytes:
         error["left_out_up_to_bytes"] = cached_bytes

@@ -10,11 +10,10 @@ time a sequence runs with different batch sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 
 import numpy as np
 
-from sim.costs.piecewise import Line
 from sim.costs.profile import FittedProfile
 
 from .errors import CalibrationError
@@ -52,9 +51,7 @@ class CorrectionFit:
 
 def corrected(cost: FittedProfile, correction: Correction) -> FittedProfile:
     """The same kernel prices with these times instead of the profile's host times and gaps."""
-    dense = cost.terms.dense
-    slower = Line(dense.x, tuple(y + correction.token_s * x for x, y in zip(dense.x, dense.y, strict=True)))
-    terms = replace(cost.terms, gap_s=0.0, step_s=correction.step_s, seq_s=correction.seq_s, dense=slower)
+    terms = replace(cost.terms, gap_s=0.0, **asdict(correction))
     return FittedProfile(terms, name=cost.name)
 
 

@@ -52,7 +52,7 @@ class RecordedRun:
 
 
 def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
-    """The run in a folder with `requests.jsonl` and `meta.json`, or in an llm-d CSV.
+    """The run in a folder with `requests.jsonl` and `meta.json`, in an llm-d CSV, or in a vLLM bench JSON.
 
     `prefixes` is a `lengths.csv` of the same requests, whose prefix hits they get. Raises: CalibrationError for a run without
     provenance, or whose prefixes are another workload's; TraceError for an unreadable file; OSError.
@@ -61,8 +61,12 @@ def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
         return _llmservingsim(path, prefixes)
     if path.suffix == ".csv":
         return _llm_d(path)
+    if path.suffix == ".json":
+        from .bench_json import read_bench
+
+        return read_bench(path)
     raise CalibrationError(
-        f"{path}: not a recorded run; a folder with requests.jsonl and meta.json, or an llm-d CSV, is"
+        f"{path}: not a recorded run; a folder with requests.jsonl and meta.json, an llm-d CSV, or a vLLM bench JSON, is"
     )
 
 

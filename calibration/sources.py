@@ -12,13 +12,32 @@ from .readers import aiconfigurator, distserve, llmservingsim, splitwise
 from .whole_steps import fit_whole_steps
 
 KNOWN = (
-    "LLMServingSim kernel profiles (a folder with meta.yaml and tpN/*.csv), aiconfigurator tables (a folder SYSTEM/vllm/VERSION/*.parquet), "
+    "LLMServingSim kernel profiles (a folder with meta.yaml, tpN/*.csv), aiconfigurator tables (a folder SYSTEM/vllm/VERSION/*.parquet), "
     "DistServe's laws (profiler-*.json) and Splitwise's batch timings (perf_model.csv)"
 )
 
 
+def is_run(path: Path) -> bool:
+    """Whether `path` is a recorded run of a server, whose requests correct a profile, and no table to fit one to."""
+    if path.is_dir():
+        return (path / "requests.jsonl").is_file()
+    if path.suffix == ".json":
+        return path.is_file() and not distserve.is_distserve(path)
+    return (
+        path.suffix == ".csv"
+        and path.is_file()
+        and "launch_time" in path.read_text(encoding="utf-8")[:4096].split("\n")[0]
+    )
+
+
 def fit_source(
-    folder: Path, *, tensor_parallel_size: int, date: str, command: str, model: str | None = None, gpu: str | None = None
+    folder: Path,
+    *,
+    tensor_parallel_size: int,
+    date: str,
+    command: str,
+    model: str | None = None,
+    gpu: str | None = None,
 ) -> dict[str, Any]:
     """The profile fitted to `folder`: kernel tables of a GPU (a `gpu` profile) or of one model, or whole steps of one (a `model` profile).
 

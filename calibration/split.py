@@ -40,6 +40,14 @@ def error_summary(predicted: Array, measured: Array) -> dict[str, Any]:
     }
 
 
+def judged(predicted: Array, measured: Array, together: int = 1) -> dict[str, Any]:
+    """The summary, with what is taken out of it before it is kept: draws of the term's error, and every point's."""
+    return error_summary(predicted, measured) | {
+        "samples": residual_samples(predicted, measured, together),
+        "residuals": {"measured_us": measured, "off": predicted / measured - 1},
+    }
+
+
 def residual_samples(predicted: Array, measured: Array, together: int = 1, count: int = DRAWS) -> list[float]:
     """How far a term may be off as a whole: `count` draws, each the mean held-out error of `together` points drawn at random.
 

@@ -56,7 +56,9 @@ def draws(cost: CostModel, count: int) -> list[CostModel]:
     if isinstance(cost, OverlappedHost):
         return [overlapped(one) for one in draws(cost.inner, count)]
     if not isinstance(cost, FittedProfile) or not cost.terms.samples:
-        raise CalibrationError(f"prices {cost.name!r} say nothing of their uncertainty; those of a fitted profile do (--profile auto)")
+        raise CalibrationError(
+            f"prices {cost.name!r} say nothing of their uncertainty; those of a fitted profile do (--profile auto)"
+        )
     if count < LEAST_DRAWS:
         raise CalibrationError(f"{count} draws span no interval; at least {LEAST_DRAWS} are needed")
     return [drawn(cost, number) for number in range(count)]
@@ -87,5 +89,7 @@ def with_intervals(
     metrics = []
     for metric in judgement.metrics:
         low, high = interval(values[metric.name])
-        metrics.append(replace(metric, predicted_low=min(low, metric.predicted), predicted_high=max(high, metric.predicted)))
+        metrics.append(
+            replace(metric, predicted_low=min(low, metric.predicted), predicted_high=max(high, metric.predicted))
+        )
     return replace(judgement, metrics=tuple(metrics))

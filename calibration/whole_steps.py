@@ -17,9 +17,9 @@ import numpy as np
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 
-from .document import document
+from .document import document, uncertainty
 from .errors import CalibrationError
-from .split import error_summary, interval, residual_samples
+from .split import error_summary, judged
 from .tent import Array, mixture, never_falling, robust_nonnegative
 
 LEAST_STEPS = 6
@@ -54,16 +54,24 @@ def fit_whole_steps(source: WholeSteps, *, date: str, command: str) -> dict[str,
     """The profile document. Raises: CalibrationError for too few steps of a kind; ConfigError for an unknown model or GPU."""
     for kind, count in (("prompt", source.prompt_us.size), ("decode", source.decode_us.size)):
         if count < LEAST_STEPS:
-            raise CalibrationError(f"{source.source}: {count} {kind} steps cannot identify their terms; at least {LEAST_STEPS} are needed")
+            raise CalibrationError(
+                f"{source.source}: {count} {kind} steps cannot identify their terms; at least {LEAST_STEPS} are needed"
+            )
     model, device = model_shape(source.model), gpu(source.gpu)
     knots = _Knots.of(source)
     design, time = knots.design(source), np.concatenate([source.prompt_us, source.decode_us])
     values = robust_nonnegative(design, time).values
     dense, pair_us, reads = knots.split(values)
-    off = _left_out(design, time) if source.measured else np.zeros(0)
-    held: dict[str, Any] = error_summary(off + 1, np.ones_like(off)) if off.size else {"median": None, "p95": None}
+    off, kept = _left_out(design, time) if source.measured else (np.zeros(0), np.zeros(0))
+    left_out = judged(off + 1, np.ones_like(off)) if off.size else {"median": None, "p95": None}
     kinds = np.arange(time.size) < source.prompt_us.size
-    samples = {"step": residual_samples(off + 1, np.ones_like(off))} if off.size else {}
+    error = {
+        "held_out_step": left_out,
+        "fit_prompt": error_summary(design[kinds] @ values, time[kinds]),
+        "fit_decode": error_summary(design[~kinds] @ values, time[~kinds]),
+    }
+    known = uncertainty(error)
+    known["residuals"] = {"step": {"measured_us": kept, "off": off}} if off.size else {}
     return document(
         name=f"{device.name}.{source.model}.tp{source.tensor_parallel_size}.steps",
         kind="model",
@@ -80,13 +88,11 @@ def fit_whole_steps(source: WholeSteps, *, date: str, command: str) -> dict[str,
             "max_context_tokens": int(source.decodes[:, 1].max()),
         },
         error={
-            "held_out": held,
-            "fit_prompt": error_summary(design[kinds] @ values, time[kinds]),
-            "fit_decode": error_summary(design[~kinds] @ values, time[~kinds]),
+            "held_out": error["held_out_step"],
+            **error,
             "end_to_end": "not judged end to end",
         },
-        intervals={term: interval(np.asarray(drawn)) for term, drawn in samples.items()},
-        samples=samples,
+        **known,
         identifiability=_notes(source, pair_us, time.size),
         provenance={
             "source": source.source,
@@ -103,19 +109,32 @@ def fit_whole_steps(source: WholeSteps, *, date: str, command: str) -> dict[str,
 class _Knots:
     tokens: tuple[float, ...]
     seqs: tuple[float, ...]
+    """Batches that were timed."""
+    read: tuple[float, ...]
+    """Batches that were timed with several contexts: only there does a batch tell what its KV takes."""
 
     @classmethod
     def of(cls, source: WholeSteps) -> _Knots:
         seqs = {float(count) for count in source.decodes[:, 0]}
         prompts = {float(count) for count in source.prompts[:, 0] * source.prompts[:, 1]}
-        return cls(tuple(sorted(seqs | {one for one in prompts if one > max(seqs)})), tuple(sorted(seqs)))
+        several = {count for count in seqs if np.unique(source.decodes[source.decodes[:, 0] == count, 1]).size > 1}
+        tokens = tuple(sorted(seqs | {one for one in prompts if one > max(seqs)}))
+        return cls(tokens, tuple(sorted(seqs)), tuple(sorted(several or seqs)))
 
     def design(self, source: WholeSteps) -> Array:
         """Columns: dense at each token count, the pair, KV read at each batch size; rows: prompt steps, then decode steps."""
         many, length = source.prompts.T
         batch, kv = source.decodes.T
-        prompt = np.hstack([mixture(self.tokens, many * length), (many * length**2 / 2)[:, None], np.zeros((many.size, len(self.seqs)))])
-        decode = np.hstack([mixture(self.tokens, batch), np.zeros((batch.size, 1)), mixture(self.seqs, batch) * (batch * kv)[:, None]])
+        prompt = np.hstack(
+            [
+                mixture(self.tokens, many * length),
+                (many * length**2 / 2)[:, None],
+                np.zeros((many.size, len(self.read))),
+            ]
+        )
+        decode = np.hstack(
+            [mixture(self.tokens, batch), np.zeros((batch.size, 1)), mixture(self.read, batch) * (batch * kv)[:, None]]
+        )
         return np.vstack([prompt, decode])
 
     def split(self, values: Array) -> tuple[Array, float, Array]:
@@ -126,11 +145,14 @@ class _Knots:
 
 def _terms(knots: _Knots, dense: Array, pair_us: float, reads: Array) -> dict[str, Any]:
     seqs = [int(count) for count in knots.seqs]
+    each = mixture(knots.read, np.asarray(knots.seqs)) @ reads
     chunks = sorted({1, *(int(count) for count in knots.tokens if count >= 128)})
     decode = {
         "seqs": seqs,
         "context": list(CONTEXTS),
-        "us": [[round(count * read * kv, 2) for kv in CONTEXTS] for count, read in zip(seqs, reads.tolist(), strict=True)],
+        "us": [
+            [round(count * read * kv, 2) for kv in CONTEXTS] for count, read in zip(seqs, each.tolist(), strict=True)
+        ],
     }
     none = {"seqs": [1], "share": [0.0]}
     return {
@@ -151,17 +173,18 @@ def _terms(knots: _Knots, dense: Array, pair_us: float, reads: Array) -> dict[st
     }
 
 
-def _left_out(design: Array, time: Array) -> Array:
-    """Relative error of each step that others surround, predicted without it."""
-    off = []
+def _left_out(design: Array, time: Array) -> tuple[Array, Array]:
+    """Relative error of each step that others surround, predicted without it, and the times of these steps."""
+    off, kept_us = [], []
     for place in range(time.size):
-        kept = np.arange(time.size) != place
-        known = np.abs(design[kept]).max(axis=0) > 0
+        others = np.arange(time.size) != place
+        known = np.abs(design[others]).max(axis=0) > 0
         if (np.abs(design[place]) > 0)[~known].any():
             continue  # nothing else tells this knot
-        values = robust_nonnegative(design[kept], time[kept]).values
+        values = robust_nonnegative(design[others], time[others]).values
         off.append(float(design[place] @ values) / time[place] - 1)
-    return np.asarray(off)
+        kept_us.append(float(time[place]))
+    return np.asarray(off), np.asarray(kept_us)
 
 
 def _notes(source: WholeSteps, pair_us: float, steps: int) -> list[str]:

@@ -26,42 +26,54 @@ calibrate_app = typer.Typer(
 @calibrate_app.command(
     "fit", epilog="\b\nExample:\n  kvtwin calibrate fit kernels/aiconfigurator/h100_sxm --out h100.json"
 )
+@takes_scenario
 def fit_command(
+    scenario: Scenario,
     source: Annotated[
         Path,
         typer.Argument(
             metavar="PATH",
-            help="Kernel tables (a folder of LLMServingSim or aiconfigurator), or whole steps (DistServe's JSON, Splitwise's CSV).",
+            help="Kernel tables (a folder of LLMServingSim or aiconfigurator), whole steps (DistServe's JSON, Splitwise's CSV), or a "
+            "real run (requests.jsonl, a vLLM bench JSON, an llm-d CSV), whose first requests correct --profile.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here.")],
-    tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size", metavar="N", min=1, help="Which of a model's tables to fit; default: 1."
-        ),
-    ] = 1,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Which model of a file that holds several.")
+    first: Annotated[
+        int | None,
+        typer.Option("--first", metavar="N", min=1, help="Requests of a run that are fitted to; default: 30."),
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help="Which GPU of a file that holds several.")
+    prefixes: Annotated[
+        Path | None,
+        typer.Option("--prefixes", metavar="FILE", help="A lengths.csv of a run's requests, for their prefix hits."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write errors, intervals and residuals as one page.")
     ] = None,
     json: Json = False,
 ) -> int:
-    """Fit a cost profile to kernel tables: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
+    """Fit a cost profile: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
     from calibration.document import write
-    from calibration.sources import fit_source
+    from calibration.fit_requests import FIRST, fit_requests
+    from calibration.runs import read_run
+    from calibration.sources import fit_source, is_run
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    ranks, model, gpu = scenario.engine.tensor_parallel_size, scenario.model.model, scenario.gpu.gpu
+    chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
+    command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {ranks}{chosen}"
     with Progress("kvtwin calibrate fit") as progress:
         progress.say("fitting")
-        chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
-        command = f"kvtwin calibrate fit {source.name} --tensor-parallel-size {tensor_parallel_size}{chosen}"
-        profile = fit_source(
-            source, tensor_parallel_size=tensor_parallel_size, date=today, command=command, model=model, gpu=gpu
-        )
+        if is_run(source):
+            number = first or FIRST
+            command += f" --profile {scenario.gpu.profile} --first {number}"
+            profile = fit_requests(read_run(source, prefixes), scenario, number, date=today, command=command)
+        else:
+            profile = fit_source(source, tensor_parallel_size=ranks, date=today, command=command, model=model, gpu=gpu)
         write(profile, out)
+    if html is not None:
+        from .fit_report import page
+
+        html.write_text(page(profile), encoding="utf-8")
     shown = {
         key: profile[key]
         for key in ("name", "kind", "gpu", "error", "intervals", "identifiability", "range", "provenance")
@@ -155,6 +167,10 @@ def _print_fit(profile: dict[str, Any], out: Path) -> None:
     for key, value in profile["error"].items():
         if isinstance(value, dict) and value.get("median") is not None:
             say(f"  {key:<48} median {value['median']:6.1%}   95th percentile {value['p95']:6.1%}")
+        elif key in ("kernels_only", "corrected"):
+            say(f"  {key.replace('_', ' '):<48} " + ", ".join(f"{name} {off:+.1%}" for name, off in value.items()))
+    for term, (low, high) in profile["intervals"].items():
+        say(f"  {term:<48} 95 % interval of the term as a whole [{low:+.1%}, {high:+.1%}]")
     for text in profile["identifiability"]:
         say(f"  note: {text}")
     say(f"wrote {out}")

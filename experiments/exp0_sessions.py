@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from calibration.runs import RecordedRun
-from calibration.tent import Array
 from sim.core.request import RequestSpec
 
 UNCACHED = slice(25, 195)

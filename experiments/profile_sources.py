@@ -25,10 +25,10 @@ CARDS = (MODEL_PROFILES[:1], MODEL_PROFILES[1:])
 GPU_TABLES = ("a100_sxm", "h100_sxm", "h200_sxm", "l40s")
 """aiconfigurator tables."""
 END_TO_END = {
-    "rtx-4090-24gb.llama-3.1-8b.tp1": "on a recorded run under KV saturation, TTFT -0.9 %, TPOT -0.1 %, makespan -1.4 %",
-    "rtx-pro-6000-96gb.llama-3.1-8b.tp1": "on a recorded run, TPOT -1.7 %, latency -2.8 %, makespan -2.6 %",
-    "a100-sxm-80gb": "on recorded runs of Llama-3.1-70B over two GPUs, median TPOT -3 % at light load, -11 % at the capacity limit",
-    "h100-sxm-80gb": "on 579 published rows, median TPOT error 8 %; 2 to 6 % for Llama-3.1-70B on vLLM",
+    "rtx-4090-24gb.llama-3.1-8b.tp1": "on a recorded run under KV saturation, TTFT +0.4 %, TPOT +0.4 %, makespan -0.5 %",
+    "rtx-pro-6000-96gb.llama-3.1-8b.tp1": "on a recorded run, TPOT -0.9 %, latency -1.5 %, makespan -1.4 %",
+    "a100-sxm-80gb": "on recorded runs of Llama-3.1-70B over two GPUs, median TPOT -3 % at light load, -15 % at the capacity limit",
+    "h100-sxm-80gb": "on 579 published rows, median TPOT error 8 %, and 5 % for those of vLLM",
 }
 """What came of the profiles that were judged, from `python -m experiments.validate_profiles`; docs/validation.md has all of it."""
 NOT_JUDGED = "not judged end to end: no recorded run of this GPU is at hand"

@@ -13,7 +13,8 @@ from sim.catalog.models import model_shape
 from sim.core.config import ConfigError
 from sim.core.plan import BatchShape
 from sim.costs.fitted import fitted_cost, profile_names
-from sim.costs.piecewise import Grid, IntegerLine, Line
+from sim.costs.overlap import overlapped
+from sim.costs.piecewise import Field, Grid, IntegerLine, Line
 from sim.costs.profile import FittedProfile
 from sim.costs.terms import StepTerms
 
@@ -155,6 +156,29 @@ def test_kernel_terms_price_every_common_model(card: str, model: str, ranks: int
     assert 0.9 * weights_s < times[0] / 1e15 < 3.5 * weights_s + 0.02
 
 
+@pytest.mark.parametrize("card", ["h100", "a100", "h200", "l40s"])
+def test_experts_are_priced_by_the_weights_that_a_step_reads(card: str) -> None:
+    """One token visits two of Mixtral's eight experts, a batch of 64 all: times lie between what memory takes and twice that."""
+    model, device = model_shape("mixtral-8x7b"), gpu(card)
+    cost = fitted_cost("auto", model, device)
+    for seqs, parameters in ((1, model.active_parameters), (64, model.num_parameters)):
+        step = BatchShape(decode_seqs=seqs, decode_context_tokens=16 * seqs, sampled_seqs=seqs)
+        read_s = 2 * parameters / device.memory_bandwidth_bytes_per_s
+        assert read_s < cost.step_fs(step) / 1e15 < 2 * read_s
+    assert any("expert kernels were not timed" in text for text in cost.warnings())
+
+
+@pytest.mark.parametrize("card", ["h100", "h200", "l40s"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-32b", "mixtral-8x7b"])
+def test_fp8_weights_decode_faster_where_fp8_kernels_were_timed(card: str, model: str) -> None:
+    step = BatchShape(decode_seqs=8, decode_context_tokens=8000, sampled_seqs=8)
+    half, whole = (
+        fitted_cost("auto", model_shape(model), gpu(card), tensor_parallel_size=4, quantization=kind).step_fs(step)
+        for kind in ("fp8", "none")
+    )
+    assert 0.45 * whole < half < whole
+
+
 @pytest.mark.parametrize(("card", "ranks"), [("rtx-4090", 1), ("rtx-pro-6000", 1), ("rtx-pro-6000", 2)])
 def test_auto_takes_the_profile_of_the_very_model_where_there_is_one(card: str, ranks: int) -> None:
     cost = fitted_cost("auto", model_shape("llama-3.1-8b"), gpu(card), tensor_parallel_size=ranks)
@@ -169,7 +193,7 @@ def test_auto_says_how_far_away_the_nearest_gpu_is() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "mixtral-8x7b", "tensor_parallel_size": 4}, "mixture of experts"),
+        ({"model": "deepseek-v2-lite"}, "latent attention"),
         ({"model": "llama-3.1-8b", "quantization": "awq"}, "awq"),
         ({"model": "llama-3.1-8b", "pipeline_parallel_size": 2}, "pipeline"),
     ],
@@ -227,3 +251,60 @@ def test_the_longest_context_of_a_plan_is_that_of_its_members() -> None:
     config = EngineConfig(num_gpu_blocks=120, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024)
     cost = FittedProfile(terms(), name="t")
     run_world(config, cost, requests, executor=lambda core: Watching(cost))
+
+
+# ── calls that hold both, and gaps ───────────────────────────────────────────────────────────────────────────────────
+def test_chunks_that_fit_on_the_gpu_together_take_the_time_of_the_longest() -> None:
+    """Four tiles at a time: two chunks of 64 tokens run side by side, eight of them take two turns."""
+    launch = 1e-5
+    flat = Grid((64.0, 2048.0), (0.0, 8192.0), ((launch + 1e-3, launch + 1e-3), (launch + 8e-3, launch + 8e-3)))
+    cost = FittedProfile(terms(prefill=flat, chunk_launch_s=launch, wave_tiles=4.0), name="t")
+    one, two, eight = (
+        cost.step_fs(BatchShape(prefill=((64, 0),) * count)) - cost._tokens(64 * count) for count in (1, 2, 8)
+    )
+    assert one == two == pytest.approx((launch + 1e-3) * 1e15)
+    assert eight == pytest.approx((launch + 2e-3) * 1e15)
+
+
+def test_a_ratio_scales_a_step_that_holds_both_and_no_other() -> None:
+    axes = ((16.0, 2048.0), (0.0, 8192.0), (1.0, 64.0), (16.0, 8192.0))
+    plain, twice = terms(), terms(mixed_ratio=Field(axes, (2.0,) * 16))
+    both = BatchShape(prefill=((512, 0),), decode_seqs=8, decode_context_tokens=8000, sampled_seqs=9)
+    alone = BatchShape(prefill=((512, 0),), sampled_seqs=1)
+    costs = FittedProfile(plain, name="t"), FittedProfile(twice, name="t")
+    assert costs[0].step_fs(alone) == costs[1].step_fs(alone)
+    attention = costs[0].step_fs(both) - costs[0]._tokens(520) - costs[0]._rows(9)
+    assert costs[1].step_fs(both) - costs[0].step_fs(both) == pytest.approx(attention, rel=1e-9)
+
+
+def test_a_field_is_linear_between_its_knots_and_constant_beyond_them() -> None:
+    field = Field(((0.0, 1.0), (0.0, 10.0)), (1.0, 2.0, 3.0, 6.0))
+    assert (field(0, 0), field(1, 10), field(0.5, 5)) == (1.0, 6.0, 3.0)
+    assert (field(-5, -5), field(9, 99)) == (1.0, 6.0)
+    with pytest.raises(ConfigError, match="4 knots has 3 values"):
+        Field(((0.0, 1.0), (0.0, 10.0)), (1.0, 2.0, 3.0))
+    with pytest.raises(ConfigError, match="two knots or more"):
+        Field(((0.0,),), (1.0,))
+
+
+def test_planning_ahead_hides_the_host_and_not_the_gaps_between_kernels() -> None:
+    step = BatchShape(decode_seqs=4, decode_context_tokens=4000, sampled_seqs=4)
+    host, gaps = (FittedProfile(terms(**{name: 1e-3}), name="t") for name in ("step_s", "gap_s"))
+    assert host.step_fs(step) == gaps.step_fs(step)
+    assert overlapped(gaps).step_fs(step) == gaps.step_fs(step)
+    assert overlapped(host).step_fs(step) == host.step_fs(step) - 10**12
+
+
+def test_a_stated_gap_counts_the_kernels_of_the_model_and_its_collectives() -> None:
+    one, two = (
+        fitted_cost("auto", model_shape("llama-3.1-70b"), gpu("h100"), tensor_parallel_size=ranks).terms.gap_s
+        for ranks in (1, 2)
+    )
+    assert one == pytest.approx((80 * 10 + 10) * 0.85e-6)
+    assert two == pytest.approx((80 * 12 + 10) * 0.85e-6)
+
+
+def test_no_step_of_a_composed_model_costs_more_than_a_larger_one() -> None:
+    """fp8 kernels are slower for 257 tokens than for 512: an engine may pad."""
+    dense = fitted_cost("auto", model_shape("qwen3-32b"), gpu("h200"), quantization="fp8").terms.dense
+    assert list(dense.y) == sorted(dense.y)

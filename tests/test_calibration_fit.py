@@ -20,7 +20,7 @@ from calibration.split import held_out_mask
 from calibration.steps import LEAST_STEPS, TERMS, fit_steps
 from calibration.tables import checked
 from calibration.tent import fit_line, never_falling, robust_nonnegative
-from experiments.validate_loop import INJECTED, coverage, logged_steps
+from experiments.validate_loop import INJECTED, NOISE, coverage, designed_steps, logged_steps
 from sim.core.config import ConfigError
 from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile_file import read_profile as read_document
@@ -98,11 +98,16 @@ def test_an_injected_cost_vector_is_recovered_within_a_hundredth_of_a_per_cent_w
     assert fit.values == pytest.approx(INJECTED, rel=1e-4)
 
 
+def test_with_realistic_noise_a_designed_set_recovers_every_cost_within_a_per_cent() -> None:
+    """2 % noise on each of 4,000 steps; a served log of the same noise cannot tell context from sequences."""
+    fit = fit_steps(designed_steps(3, NOISE, 4000), resamples=2)
+    assert fit.values == pytest.approx(INJECTED, rel=0.01)
+
+
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
-    share, fit = coverage(10)
-    assert 0.8 <= share <= 1.0
-    assert fit.values["base_s"] == pytest.approx(INJECTED["base_s"], rel=0.01)
-    assert fit.values["per_token_s"] == pytest.approx(INJECTED["per_token_s"], rel=0.01)
+    share, worst = coverage(12, resamples=60)
+    assert 0.85 <= share <= 1.0
+    assert worst < 0.03
 
 
 def test_steps_that_are_all_alike_identify_nothing() -> None:

@@ -195,7 +195,7 @@ def test_the_command_prints_the_contract_and_its_exit_code_is_the_verdict(
             ["calibrate", "judge", "--run", "nothing", "--model", "llama-3.1-8b", "--gpu", "h100"],
             ["not a recorded run"],
         ),
-        (["calibrate", "fit", "nothing", "--out", "p.json"], ["no such folder"]),
+        (["calibrate", "fit", "nothing", "--out", "p.json"], ["no such file or folder"]),
         (["calibrate", "fit", ".", "--out", "p.json"], ["not a folder of measurements"]),
     ],
 )
@@ -233,7 +233,7 @@ def test_the_embedded_model_profiles_are_what_the_tables_give(data_dir: Path, fo
     from calibration.readers import llmservingsim
 
     source = llmservingsim.read_profile(data_dir / RUNS / "profiles" / folder, ranks)
-    again = fit_model_profile(source, date="", command="", resamples=2)
+    again = fit_model_profile(source, date="", command="")
     kept = read_profile(FOLDER / f"{again['name']}.json").data
     for term in ("dense", "rows", "prefill", "decode", "mixed"):
         assert np.asarray(again["terms"][term]["us"]) == pytest.approx(np.asarray(kept["terms"][term]["us"]), rel=1e-3)

@@ -53,7 +53,9 @@ def read_laws(path: Path, model: str | None, ranks: int) -> WholeSteps:
         )
     sizes = data[names[model.rpartition("/")[2]]]
     if str(ranks) not in sizes:
-        raise CalibrationError(f"{path}: no laws of {model} for tensor-parallel size {ranks}; there are: {', '.join(sizes)}")
+        raise CalibrationError(
+            f"{path}: no laws of {model} for tensor-parallel size {ranks}; there are: {', '.join(sizes)}"
+        )
     laws = sizes[str(ranks)]
     _check(laws, f"{path}: {model}, tensor-parallel size {ranks}")
     prompts = np.asarray([(many, length) for many in TOGETHER for length in PROMPTS], dtype=np.float64)
@@ -84,6 +86,8 @@ def read_laws(path: Path, model: str | None, ranks: int) -> WholeSteps:
 def _check(laws: Any, where: str) -> None:
     for name in LAWS:
         if not isinstance(laws.get(name), list) or len(laws[name]) != 3 or min(laws[name]) < 0:
-            raise CalibrationError(f"{where}: {name!r} must be three coefficients of at least 0, it is {laws.get(name)!r}")
+            raise CalibrationError(
+                f"{where}: {name!r} must be three coefficients of at least 0, it is {laws.get(name)!r}"
+            )
     if not isinstance(laws.get(THRESHOLD), int | float):
         raise CalibrationError(f"{where}: {THRESHOLD!r} is missing: from which batch on the second law holds")

@@ -59,11 +59,17 @@ def read_steps(path: Path, model: str | None, gpu: str | None, ranks: int) -> Wh
             f"{path}: choose one of its models and GPUs: --model {' or '.join(MODELS)}, --gpu {' or '.join(names)}; "
             f"{model or 'no model'} and {gpu or 'no GPU'} were given"
         )
-    part = table[(table["model"] == MODELS[model]) & (table["hardware"] == names[gpu]) & (table["tensor_parallel"] == ranks)]
+    part = table[
+        (table["model"] == MODELS[model]) & (table["hardware"] == names[gpu]) & (table["tensor_parallel"] == ranks)
+    ]
     if part.empty:
         there = ", ".join(map(str, sorted(table["tensor_parallel"].unique())))
-        raise CalibrationError(f"{path}: no rows of {model} on {gpu} for tensor-parallel size {ranks}; there are: {there}")
-    middle = part.groupby(["prompt_size", "batch_size", "token_size"])[["prompt_time", "token_time"]].median().reset_index()
+        raise CalibrationError(
+            f"{path}: no rows of {model} on {gpu} for tensor-parallel size {ranks}; there are: {there}"
+        )
+    middle = (
+        part.groupby(["prompt_size", "batch_size", "token_size"])[["prompt_time", "token_time"]].median().reset_index()
+    )
     prompts = middle.groupby(["batch_size", "prompt_size"])["prompt_time"].median().reset_index()
     context = middle["prompt_size"] + middle["token_size"] / 2
     return WholeSteps(

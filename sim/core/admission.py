@@ -182,8 +182,8 @@ class CanEverFit(AdmissionBase):
                 code="exceeds_kv_pool",
                 http_status=413,
                 reason=(
-                    f"{spec.input_tokens} prompt + {output_tokens} output tokens need {need} KV blocks of {config.block_size} tokens, "
-                    f"but the whole pool has {config.num_gpu_blocks} ({config.num_gpu_blocks * config.block_size} tokens)"
+                    f"{spec.input_tokens} prompt + {output_tokens} output tokens need {need} KV blocks{_kinds(config)}, "
+                    f"but the whole pool has {config.num_gpu_blocks}{_in_tokens(config)}"
                 ),
             )
         return None
@@ -207,3 +207,13 @@ class FreeBlocks(AdmissionBase):
 def default_admission(config: EngineConfig) -> Admission:
     """What vLLM V1 does, plus the early verdict on what can never fit."""
     return Every([CanEverFit(config), FreeBlocks(config.watermark_blocks)])
+
+
+def _kinds(config: EngineConfig) -> str:
+    if config.kv_groups:
+        return f" in {len(config.kv_groups)} attention groups"
+    return f" of {config.block_size} tokens"
+
+
+def _in_tokens(config: EngineConfig) -> str:
+    return "" if config.kv_groups else f" ({config.num_gpu_blocks * config.block_size} tokens)"

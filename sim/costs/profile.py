@@ -40,6 +40,10 @@ class FittedProfile:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.terms, self.name, self._notes)
 
+    def copy_fs(self, num_blocks: int) -> int:
+        """Time to move KV blocks over the host link, as swaps within a step are priced."""
+        return self._swap_fs * num_blocks
+
     def step_fs(self, shape: BatchShape) -> int:
         """Duration of one step of this shape."""
         moved = self._copy_fs * shape.copied_blocks + self._swap_fs * shape.swapped_blocks
@@ -144,7 +148,7 @@ class FittedProfile:
             sizes = self.terms.padded_sizes
             padded = sizes[bisect_left(sizes, tokens)] if sizes and tokens <= sizes[-1] else tokens
             collective_s = self.terms.all_reduce(padded) if self.terms.all_reduce else 0.0
-            self._tokens_fs[tokens] = to_fs(self.terms.dense(padded) + collective_s)
+            self._tokens_fs[tokens] = to_fs(self.terms.dense(padded) + self.terms.token_s * padded + collective_s)
         return self._tokens_fs[tokens]
 
     def _rows(self, rows: int) -> int:

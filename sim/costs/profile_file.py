@@ -57,10 +57,10 @@ class ProfileFile:
             f"{known}; {error['end_to_end']}"
         )
 
-    def host_s(self) -> tuple[float, float]:
-        """Host time a step, and a sequence and step."""
+    def host_s(self) -> dict[str, float]:
+        """Time a step, a sequence and a token beyond the kernels, by the names of `StepTerms`."""
         host = self.data["host"]
-        return float(host["step_us"]) * _US, float(host["seq_us"]) * _US
+        return {f"{one}_s": float(host.get(f"{one}_us", 0.0)) * _US for one in ("step", "seq", "token")}
 
     def gap_s(self, num_layers: int, ranks: int) -> float:
         """All gaps between the kernels of a step of a model with so many layers; 0 where none is stated."""
@@ -121,7 +121,6 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
     Raises: ConfigError for a missing or malformed term.
     """
     terms, limits = profile.data["terms"], profile.data["range"]
-    step_s, seq_s = profile.host_s()
     try:
         return StepTerms(
             dense=line(terms["dense"], "tokens"),
@@ -138,8 +137,7 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
             decode_skew=line(terms["decode_skew"], "seqs", "share"),
             mixed_skew=line(terms["mixed_skew"], "seqs", "share"),
             gap_s=profile.gap_s(num_layers, profile.tensor_parallel_size),
-            step_s=step_s,
-            seq_s=seq_s,
+            **profile.host_s(),
             samples=samples(profile),
             padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
             max_tokens=int(limits["max_tokens"]),

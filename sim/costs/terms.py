@@ -65,6 +65,8 @@ class StepTerms:
     """Host time of a step, which planning ahead may hide."""
     seq_s: float = 0.0
     """The same a sequence."""
+    token_s: float = 0.0
+    """What a token computed takes beyond its kernels: clocks that sustained work lowers, collectives of long messages."""
     copy_block_s: float = 0.0
     """Copying one KV block on the device."""
     swap_block_s: float = 0.0

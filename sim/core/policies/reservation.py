@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from ..admission import AdmissionBase, Rejection
 from ..config import ConfigError, EngineConfig
-from ..need import admission_blocks
 from ..request import Request
 from ..view import EngineView, RunningView
 
@@ -123,13 +122,7 @@ class ContiguousReservation(FullReservation):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._piece = admission_blocks(
-            config.max_model_len,
-            config.block_size,
-            window=None,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
+        self._piece = config.blocks_at(0, config.max_model_len)
         if self._piece > config.num_gpu_blocks:
             raise ConfigError(
                 f"contiguous reservation gives every request max_model_len ({config.max_model_len}) tokens = {self._piece} blocks, "
