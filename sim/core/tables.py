@@ -112,6 +112,7 @@ class BlockTables:
             new_tokens == 1
             and not hits
             and computed_tokens % self.block_size > 0
+            and len(table.blocks) == computed_tokens // self.block_size + 1
             and self.pool.ref_cnt(table.blocks[-1]) == 1
         )
 
