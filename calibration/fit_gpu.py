@@ -102,7 +102,7 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
             ),
             *(
                 [
-                    "collectives over more than two GPUs are the stated constant of another PCIe host (16 GB/s and 20 us) where that is less"
+                    "collectives over more than two GPUs are another PCIe host's stated constant (16 GB/s and 20 us) where that is less"
                 ]
                 if device.link == "pcie"
                 else []

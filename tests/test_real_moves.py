@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from experiments.validation import SCENARIOS
+from gpu.batch import Sampling
+from gpu.cpu_lane import CpuLane
 from gpu.cpu_pool import CpuBlockPool
 from gpu.handover import HandoverError, hand_over
 from gpu.layout import KVLayout
@@ -263,6 +265,60 @@ def test_a_request_that_moves_to_another_pool_goes_on_where_it_was(moved_after):
 def test_a_request_that_moves_to_the_gpu_goes_on_where_it_was(cuda_device):
     moved, stayed = handed_over(cuda_device, 4)
     assert moved == stayed
+
+
+@pytest.mark.parametrize("back_after", [0, 2, None])
+def test_a_request_that_goes_on_on_the_cpu_gets_the_same_answer(back_after):
+    """Five tokens on the device, then on the CPU; back after some more of them, or never."""
+    spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=9, output_tokens=12)
+    config = EngineConfig(num_gpu_blocks=12, block_size=4, max_model_len=24, max_num_seqs=2, max_num_batched_tokens=24)
+    alone = handed_over("cpu", 1)[1]
+    engine = RealEngine(RealSettings(shape=SCENARIOS["pressure-0"].shape, checked=True), [spec])
+    forward = engine.executor(EngineCore(config)).forward
+    lane = CpuLane(forward.model, forward.pool.layout, engine.tokens, sampling=Sampling(), max_model_len=24)
+
+    def steps(table: tuple[int, ...], context: int, count: int, number: int) -> int:
+        for step in range(number):
+            forward.pool.begin_step(step)
+            forward.workspace.reset()
+            forward.pool.assign("r", table, context)
+            token = forward.run([ScheduledRequest("r", count, context, table, True)])["r"]
+            engine.tokens.record("r", context + count, token)
+            forward.pool.end_step()
+            context, count = context + count, 1
+        return context
+
+    context = steps((1, 2, 3, 4, 5, 6), 0, 9, 5)
+    assert context == 13
+    lane.take("r", forward.pool, (1, 2, 3, 4, 5, 6), context)
+    assert forward.pool.tags.num_held == 0
+    assert lane.guests == ("r",)
+    assert lane.computed_tokens == 12 - 5
+    assert engine.tokens.answer("r") == alone
+    if back_after is None:
+        lane.drop("r")
+    else:
+        lane.give_back("r", forward.pool, (9, 8, 7, 6, 5, 4), context + back_after)
+        steps((9, 8, 7, 6, 5, 4), context + back_after, 1, 12 - 5 - back_after)
+    assert lane.guests == ()
+    assert engine.tokens.answer("r") == alone
+
+
+def test_nobody_is_on_the_cpu_twice():
+    spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=3, output_tokens=2)
+    config = EngineConfig(num_gpu_blocks=4, block_size=4, max_model_len=8, max_num_seqs=1, max_num_batched_tokens=8)
+    engine = RealEngine(RealSettings(shape=SCENARIOS["pressure-0"].shape), [spec])
+    forward = engine.executor(EngineCore(config)).forward
+    lane = CpuLane(forward.model, forward.pool.layout, engine.tokens, sampling=Sampling(), max_model_len=8)
+    forward.pool.assign("r", (1,), 0)
+    assert len(engine.tokens.tokens("r", 0, 3)) == 3
+    engine.tokens.record("r", 3, 5)
+    lane.take("r", forward.pool, (1,), 3)
+    with pytest.raises(ValueError, match="r is on the CPU already"):
+        lane.take("r", forward.pool, (1,), 3)
+    lane.drop("r")
+    with pytest.raises(KeyError):
+        lane.drop("r")
 
 
 def test_a_move_between_pools_that_differ_is_refused():

@@ -237,7 +237,8 @@ class ScheduledRequest:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """One step, or `repeat` equal decode steps, decided; everything an executor must do is in here.
+    """One step, or `repeat` equal decode steps, decided; everything an executor must do is in here. A step that computes nothing
+    (`shape.num_tokens` is 0) only begins copies and takes no time.
 
     The blocks of the first step are allocated when the plan is made. Those of later steps of a stretch are allocated
     by `commit`, for the steps that were really done; an executor that runs them asks `scheduled(step)` for the table
@@ -257,6 +258,19 @@ class StepPlan:
     """`(request_id, (device block, CPU block) pairs)` to save to the CPU pool before anything else is done."""
     swap_ins: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
     """`(request_id, (CPU block, device block) pairs)` to restore after the swap-outs and before anything is computed."""
+<<<<<<< HEAD
+    slid: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """`(request_id, block_ids)` that slid out of attention windows in the later steps of the previous plan's stretch, in order: the tables
+    of those steps show NO_BLOCK in their place, and others may have been given them since."""
+=======
+    saves: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    """`(fence, (device block, CPU block) pairs)` to begin to save to the CPU prefix tier, after all earlier steps; the core hears when
+    they are saved (`EngineCore.pass_fence`), and until then rewrites neither end."""
+    loads: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...] = ()
+    """`(request_id, fence, (CPU block, device block) pairs)` to begin to load from it; nobody uses the blocks before the core has heard."""
+    to_cpu: tuple[str, ...] = ()
+    """Requests among the swap-outs that go on on the CPU executor, until they are swapped in or have all their tokens."""
+>>>>>>> coreB
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
@@ -295,6 +309,8 @@ class StepResult:
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled token ids a request, where a real model ran; empty in a simulation."""
 
+    workspace_share: float | None = None
+    """Share of the memory left for steps that the last of them needed, where the executor knows."""
     oom: OomReport | None = None
     """Set when the last of the steps failed for lack of memory: it took its time and computed nothing."""
 
@@ -321,6 +337,7 @@ class StepResult:
             stopped=self.stopped,
             forked=self.forked,
             tokens=self.tokens,
+            workspace_share=self.workspace_share,
             oom=oom,
         )
 
