@@ -56,41 +56,42 @@ class CpuLane:
         """Who is here, in the order in which they came."""
         return tuple(self._guests)
 
-    def take(self, name: str, pool: PagedKVPool, table: Sequence[int], context_tokens: int) -> None:
-        """A request leaves the device's `pool` with `context_tokens` computed, and its answer is computed to the end. Its blocks
-        there are given back.
+    def take(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
+        """A request leaves the device's `pool` with all its known tokens but the last computed, and its answer is computed to the
+        end. Its blocks there are the caller's to give back.
 
         Raises:
             ValueError: it is here already. What `hand_over` raises.
         """
         if name in self._guests:
             raise ValueError(f"{name} is on the CPU already")
+        context_tokens = self._tokens.num_known(name) - 1
         spec = self._tokens.spec(name)
         wanted = spec.output_tokens if spec.max_tokens is None else min(spec.output_tokens, spec.max_tokens)
         last = min(spec.input_tokens + wanted, self._max_model_len)
         size = blocks_for(max(last, context_tokens), self._layout.block_size)
         own = PagedKVPool(self._layout, size, "cpu", checked=pool.checked)
         places = tuple(range(1, size + 1))
-        hand_over(name, pool, table, own, places, context_tokens)
-        self._guests[name] = _Guest(own, places)
-        self._decode(name, context_tokens, last)
+        hand_over(name, pool, table, own, places, context_tokens, release=False)
+        guest = _Guest(own, places)
+        self._decode(name, guest, context_tokens, last)
+        self._guests[name] = guest
 
-    def give_back(self, name: str, pool: PagedKVPool, table: Sequence[int], context_tokens: int) -> None:
-        """A request goes back to a device's `pool` with `context_tokens` of what was computed for it.
+    def give_back(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
+        """A request goes back to a device's `pool`, with as many blocks of what was computed for it as `table` has.
 
         Raises:
             KeyError: it is not here. What `hand_over` raises.
         """
         guest = self._guests.pop(name)
-        hand_over(name, guest.pool, guest.table, pool, table, context_tokens)
+        hand_over(name, guest.pool, guest.table, pool, table, len(table) * self._layout.block_size)
 
     def drop(self, name: str) -> None:
         """A request has ended; its memory is free. Raises KeyError when it is not here."""
         del self._guests[name]
 
-    def _decode(self, name: str, context_tokens: int, last: int) -> None:
+    def _decode(self, name: str, guest: _Guest, context_tokens: int, last: int) -> None:
         """Compute tokens `[context_tokens, last - 1)`; each gives the next."""
-        guest = self._guests[name]
         forward = self._forward(guest.pool)
         for place in range(context_tokens, last - 1):
             guest.pool.begin_step(place)

@@ -336,13 +336,10 @@ class EngineCore:
             copies=tuple(self._decisions.copied),
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
-<<<<<<< HEAD
             slid=tuple((request_id, tuple(blocks)) for request_id, blocks in self._slid),
-=======
             saves=self._copies[0] if self._copies else (),
             loads=self._copies[1] if self._copies else (),
             to_cpu=tuple(self._decisions.to_cpu),
->>>>>>> coreB
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
             forks=tuple(self._decisions.forked),
             admitted=tuple(self._decisions.admitted),

@@ -258,11 +258,9 @@ class StepPlan:
     """`(request_id, (device block, CPU block) pairs)` to save to the CPU pool before anything else is done."""
     swap_ins: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
     """`(request_id, (CPU block, device block) pairs)` to restore after the swap-outs and before anything is computed."""
-<<<<<<< HEAD
     slid: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` that slid out of attention windows in the later steps of the previous plan's stretch, in order: the tables
     of those steps show NO_BLOCK in their place, and others may have been given them since."""
-=======
     saves: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     """`(fence, (device block, CPU block) pairs)` to begin to save to the CPU prefix tier, after all earlier steps; the core hears when
     they are saved (`EngineCore.pass_fence`), and until then rewrites neither end."""
@@ -270,7 +268,6 @@ class StepPlan:
     """`(request_id, fence, (CPU block, device block) pairs)` to begin to load from it; nobody uses the blocks before the core has heard."""
     to_cpu: tuple[str, ...] = ()
     """Requests among the swap-outs that go on on the CPU executor, until they are swapped in or have all their tokens."""
->>>>>>> coreB
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
