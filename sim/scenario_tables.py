@@ -100,7 +100,26 @@ class PolicyTable(Table):
         0.0, ge=0, lt=1, description="share of the pool that admission leaves free for running requests to grow"
     )
     scheduler_reserve_full_isl: bool = Field(True, description="admit a request only if its whole prompt fits")
-    eviction: Literal["lru", "lfu", "priority"] = Field("lru", description="what the prefix cache forgets first")
+    eviction: Literal["lru", "lfu", "priority", "retention"] = Field(
+        "lru", description="what the prefix cache forgets first"
+    )
+    retention: list[dict[str, int | float | bool]] | None = Field(
+        None,
+        description="what of each request is kept for how long, for eviction retention: priority, start, end, duration_s, output",
+    )
+    num_cpu_prefix_blocks: int = Field(
+        0, ge=0, description="KV blocks in CPU memory for prefixes that leave the device; 0: no CPU prefix tier"
+    )
+    cpu_prefix_mode: Literal["write_through", "write_back"] = Field(
+        "write_through", description="save prefix blocks there when they are full, or when they are about to be evicted"
+    )
+    cpu_token_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds a token of one request takes on the CPU executor; default: there is none",
+    )
+    cpu_max_num_seqs: int = Field(8, ge=1, description="most requests that the CPU executor serves at once")
     num_cpu_blocks: int = Field(
         0,
         ge=0,
@@ -254,7 +273,8 @@ SWITCHES_BOTH_WAYS = frozenset({"async_scheduling"})
 
 KEYS_WITHOUT_FLAG = frozenset(
     {
-        "eviction",
+        "retention",
+        "cpu_max_num_seqs",
         "max_num_queued_reqs",
         "max_num_queued_tokens",
         "displace_queued",
@@ -263,7 +283,6 @@ KEYS_WITHOUT_FLAG = frozenset(
         "max_prefill_seqs",
         "max_decode_seqs",
         "continuous_decode_steps",
-        "num_cpu_blocks",
         "admission",
         "guard_priority",
         "ladder",

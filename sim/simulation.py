@@ -219,6 +219,8 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         kv_groups=core_groups(ledger),
         in_flight_tokens=ledger.in_flight_tokens,
         num_cpu_blocks=policy["num_cpu_blocks"],
+        num_cpu_prefix_blocks=policy["num_cpu_prefix_blocks"],
+        cpu_prefix_mode=policy["cpu_prefix_mode"],
         watermark=policy["watermark"],
     )
 

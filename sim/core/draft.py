@@ -46,6 +46,8 @@ class Draft:
     """`(request_id, (device block, CPU block) pairs)` to save before anything is written."""
     swap_ins: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     """`(request_id, (CPU block, device block) pairs)` to restore before they are read."""
+    to_cpu: list[str] = field(default_factory=list)
+    """Requests that go on on the CPU executor."""
     unservable: list[tuple[Request, str]] = field(default_factory=list)
     """Requests that outgrew the whole pool, with the reason."""
     turned_away: list[tuple[Request, Rejection]] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Draft:
     turn_left: int = 0
     """Steps, this one included, that belong to the decodes whoever comes."""
     blocks_come: bool = False
-    """Whether a running request was left out because the blocks it lacks come back with the step under way."""
+    """Whether a running request was left out because the blocks it lacks come back with the step under way, or when they are saved."""
 
     @property
     def short(self) -> bool:

@@ -67,7 +67,9 @@ class Growth:
         return grown
 
     def tables_in(self, ahead: int) -> Callable[[Request], Tables]:
-        """The tables that running requests will have `ahead` steps from now, if they decode until then."""
+        """The tables that running requests will have `ahead` steps from now, if they decode until then. Where the order of eviction depends
+        on the time, the blocks taken until then may be others, as many.
+        """
         needing = [request.order for step in range(1, ahead + 1) for request in self.decode.needing_block(step)]
         future: dict[int, list[int]] = {}
         for order, block_id in zip(needing, self.holdings.pool.peek(len(needing)), strict=True):

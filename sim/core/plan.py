@@ -258,6 +258,9 @@ class StepPlan:
     """`(request_id, (device block, CPU block) pairs)` to save to the CPU pool before anything else is done."""
     swap_ins: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
     """`(request_id, (CPU block, device block) pairs)` to restore after the swap-outs and before anything is computed."""
+    slid: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """`(request_id, block_ids)` that slid out of attention windows in the later steps of the previous plan's stretch, in order: the tables
+    of those steps show NO_BLOCK in their place, and others may have been given them since."""
     saves: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     """`(fence, (device block, CPU block) pairs)` to begin to save to the CPU prefix tier, after all earlier steps; the core hears when
     they are saved (`EngineCore.pass_fence`), and until then rewrites neither end."""
@@ -303,6 +306,8 @@ class StepResult:
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled token ids a request, where a real model ran; empty in a simulation."""
 
+    workspace_share: float | None = None
+    """Share of the memory left for steps that the last of them needed, where the executor knows."""
     oom: OomReport | None = None
     """Set when the last of the steps failed for lack of memory: it took its time and computed nothing."""
 
@@ -329,6 +334,7 @@ class StepResult:
             stopped=self.stopped,
             forked=self.forked,
             tokens=self.tokens,
+            workspace_share=self.workspace_share,
             oom=oom,
         )
 

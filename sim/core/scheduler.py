@@ -16,6 +16,7 @@ from .admission import Admission, Deferral, Rejection
 from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_decodes, rest_prompts
 from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
+from .cpu_server import CpuServer
 from .decode import DecodeSet
 from .deferral import QueueWithAside
 from .draft import Draft, Share
@@ -25,6 +26,7 @@ from .growth import GroupGrowth, Growth
 from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
+from .offload import Loading, Offload
 from .policy import Batching, Policy
 from .relief import cap_output, is_paused, shed
 from .request import Request, State
@@ -68,9 +70,16 @@ class Scheduler:
         """By how much more requests wait than the queues show, because the next plan may not know of them."""
         self.looks_back_fs = 0
         """How long ago what is now being planned was decided."""
-        self.holdings = Holdings(
-            config, tables, self.knobs, lambda: chain(self.running.values(), self.departing.values())
-        )
+        self.holdings = Holdings(config, tables, self.knobs, self.holders)
+        self.holdings.retention = policy.retention if policy.eviction == "retention" else None
+        self.offload = Offload(config, self.holdings) if config.num_cpu_prefix_blocks else None
+        """The CPU prefix tier, if there is one."""
+        self.holdings.offload = self.offload
+        self.cpu_server: CpuServer | None = None
+        """The CPU executor, if there is one."""
+        if policy.cpu_executor is not None:
+            policy.cpu_executor.check(config)
+            self.cpu_server = CpuServer(policy.cpu_executor, self)
         self.growth = (
             GroupGrowth(self.decode, self.holdings, tables)
             if isinstance(tables, GroupTables)
@@ -93,6 +102,11 @@ class Scheduler:
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
         """Prompt tokens looked up, and found, at first admissions; what a request finds of its own after a preemption does not count."""
+
+    def holders(self) -> Iterable[Request]:
+        """All requests that hold blocks: the running, those who did until just now, and those whose prefix is loaded."""
+        loading: Iterable[Request] = () if self.offload is None else self.offload.loading
+        return chain(self.running.values(), self.departing.values(), loading)
 
     @property
     def version(self) -> int:
@@ -262,7 +276,7 @@ class Scheduler:
                 )
                 continue
             asked = self._ask(request, draft)  # settled before victims are looked for, as in vLLM
-            if self.departing and self._comes_soon(request, asked):
+            if (self.departing or self.pool.num_set_aside) and self._comes_soon(request, asked):
                 draft.blocks_come = True
                 position += 1
                 continue
@@ -286,10 +300,13 @@ class Scheduler:
         self.catching_up = dict(sorted(self.catching_up.items()))
 
     def _comes_soon(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request lacks blocks that come back with the step under way: it waits, and nobody gives way (vLLM #49675)."""
+        """Whether a running request lacks blocks that come back with the step under way, or when they are saved: it waits, and nobody
+        gives way (vLLM #49675).
+        """
         lacks = self._tables.need(request.table, self.decode.computed(request), num_tokens) - self.pool.num_free
         if lacks <= 0:
             return False
+        lacks -= self.pool.num_set_aside
         held = Counter(block_id for gone in self.departing.values() for block_id in gone.table.blocks if block_id)
         return lacks <= sum(self.pool.ref_cnt(block_id) == holders for block_id, holders in held.items())
 
@@ -375,8 +392,16 @@ class Scheduler:
     # -- waiting requests -----------------------------------------------------------------------------------------
 
     def _admit(self, draft: Draft, now_fs: int) -> None:
-        """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last."""
+        """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last.
+
+        Before both go those whose prefix has been loaded: they hold their blocks already.
+        """
         slots = self.config.max_num_seqs - len(self.departing)
+        while self.offload is not None and self.offload.ready:
+            if not draft.budget or len(self.running) >= slots:
+                return
+            if not self._start_loaded(self.offload.ready[0], draft, now_fs):
+                return
         while self.swapped and not is_paused(self, self.swapped[0]):
             if not draft.budget or len(self.running) >= slots or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
@@ -423,6 +448,8 @@ class Scheduler:
             draft.unservable.append((request, outgrown))
             return True
         hits = self.holdings.find(request)
+        if self.offload is not None and (tried := self._load(self.offload, request, hits, draft, now_fs)) is not None:
+            return tried
         hit_tokens = tables.tokens_in(hits)
         missing = request.num_tokens - hit_tokens
         allowed = self._allowed(request, draft)
@@ -439,23 +466,40 @@ class Scheduler:
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, self.holdings.prompt_blocks(request, hits))
-        said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, self.view_at(now_fs))
-        if isinstance(said, Deferral):
-            assert self.aside is not None  # `may_defer` promised it
-            said = self.aside.set_aside(request, said, self.view.now_fs)
-            if said is None:
-                return True
-        if isinstance(said, Rejection):
-            self.waiting.pop()
-            draft.turned_away.append((request, said))
+        may_start = self._may_start(request, need, draft, now_fs)
+        if may_start is None:
             return True
-        allocation = tables.grow(request.table, 0, num_tokens, hits) if said else None
+        allocation = tables.grow(request.table, 0, num_tokens, hits) if may_start else None
         if allocation is None:
             return False
         self.waiting.pop()
         self.run(request, now_fs)
         request.num_computed_tokens = hit_tokens
         request.num_registered = hit_tokens // config.block_size
+        taken = request.table.blocks
+        self.holdings.hold(request, len(taken) - taken.count(NO_BLOCK), now_fs)
+        if hits:
+            self.holdings.sharing.join(request, tables.split(hits), now_fs)
+            if self.offload is not None:
+                self.offload.used(hits)
+        self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
+        return True
+
+    def _may_start(self, request: Request, need: int, draft: Draft, now_fs: int) -> bool | None:
+        """What the admission policy says of the head of the queue; None if that took it out of the line, aside or away."""
+        said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, self.view_at(now_fs))
+        if isinstance(said, Deferral):
+            assert self.aside is not None  # `may_defer` promised it
+            said = self.aside.set_aside(request, said, self.view.now_fs)
+        elif not isinstance(said, Rejection):
+            return bool(said)
+        if said is not None:
+            self.waiting.pop()
+            draft.turned_away.append((request, said))
+        return None
+
+    def _begin(self, request: Request, num_tokens: int, computed: int, hit_tokens: int, draft: Draft) -> None:
+        """Schedule the first tokens of a request after what is `computed` already; the first time, count what it hit on the device."""
         cap = self.knobs.cap_new
         if cap is not None and not self.knobs.spares(request.spec.priority):
             cap_output(self, request, cap, "cap_new")
@@ -463,14 +507,40 @@ class Scheduler:
             request.prefix_hit_tokens = hit_tokens
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
-        taken = request.table.blocks
-        self.holdings.hold(request, len(taken) - taken.count(NO_BLOCK), now_fs)
-        if hits:
-            self.holdings.sharing.join(request, self._tables.split(hits), now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, hit_tokens, taken.copy())
-        self.holdings.register(request, hit_tokens + num_tokens)
+        draft.shares[request.order] = Share(request, num_tokens, computed, request.table.blocks.copy())
+        self.holdings.register(request, computed + num_tokens)
+
+    def _load(self, offload: Offload, request: Request, hits: list[int], draft: Draft, now_fs: int) -> bool | None:
+        """Load the prefix of the head of the queue from the CPU tier; False: it must wait; None: there is nothing to load."""
+        found = offload.find(request, len(hits))
+        if not found:
+            return False if found is None else None
+        whole, need = offload.need(request, hits)
+        may_start = self._may_start(request, need, draft, now_fs)
+        if may_start is None:
+            return True
+        if not may_start or need > self.pool.num_free:
+            return False
+        self.waiting.pop()
+        self.num_admissions += 1
+        offload.begin_load(request, hits, found, whole, now_fs)
+        return True
+
+    def _start_loaded(self, loading: Loading, draft: Draft, now_fs: int) -> bool:
+        """Start a request whose load has ended, with what it could load; False leaves it where it is."""
+        assert self.offload is not None
+        request, computed = loading.request, loading.request.num_computed_tokens
+        missing = request.num_tokens - computed
+        num_tokens = min(missing, self._allowed(request, draft))
+        if not num_tokens or (num_tokens < missing and not self.config.enable_chunked_prefill):
+            return False
+        self.offload.leave(loading, now_fs)
+        spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
+        self.holdings.hold(request, -len(spare), now_fs)
+        self.run(request, now_fs)
+        self._begin(request, num_tokens, computed, loading.hits * self.config.block_size, draft)
         return True
 
     def run(self, request: Request, now_fs: int) -> None:

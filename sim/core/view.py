@@ -7,6 +7,7 @@ way, those that cannot change within it; so a policy's answer is the same whethe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from .clock import to_s
@@ -148,8 +149,10 @@ class EngineView:
 
     @property
     def num_running(self) -> int:
-        """Admitted requests, those included that hold a slot a step longer with asynchronous scheduling."""
-        return self._scheduler.num_slots_taken
+        """Admitted requests: those included that hold a slot a step longer with asynchronous scheduling, and whose prefix is loaded."""
+        scheduler = self._scheduler
+        loading = 0 if scheduler.offload is None else len(scheduler.offload.loading)
+        return len(scheduler.running) + len(scheduler.departing) + loading
 
     @property
     def num_admissions(self) -> int:
@@ -174,8 +177,9 @@ class EngineView:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests in the engine, running or queued."""
-        return self.num_running + self.num_waiting
+        """Requests in the engine: running, queued, or served by the CPU executor."""
+        server = self._scheduler.cpu_server
+        return self.num_running + self.num_waiting + (0 if server is None else len(server.serving))
 
     @property
     def waiting_prompt_tokens(self) -> int:
@@ -205,7 +209,8 @@ class EngineView:
     @property
     def all_decoding(self) -> bool:
         """Whether every running request gains exactly one token a decode step: none is computing its prompt or catching up."""
-        return not self._scheduler.catching_up
+        scheduler = self._scheduler
+        return not scheduler.catching_up and (scheduler.offload is None or not scheduler.offload.loading)
 
     @property
     def drain(self) -> DrainMeter:
@@ -213,8 +218,10 @@ class EngineView:
         return self._scheduler.drain
 
     def running(self) -> Iterator[RunningView]:
-        """The running requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
-        return (RunningView(request, self._scheduler) for request in self._scheduler.running.values())
+        """The admitted requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
+        scheduler = self._scheduler
+        loading = () if scheduler.offload is None else scheduler.offload.loading
+        return (RunningView(request, scheduler) for request in chain(scheduler.running.values(), loading))
 
     def output_cap(self, spec: RequestSpec | RunningView) -> int:
         """Most output tokens a request can come to: its client's cap, or else what the context has room for."""

@@ -85,6 +85,10 @@ class Roofline:
         self._layers_fs: dict[int, int] = {}
         self._rows_fs: dict[int, int] = {}
 
+    def copy_fs(self, num_blocks: int) -> int:
+        """Time to move KV blocks over the host link, as swaps within a step are priced."""
+        return self._swap_fs * num_blocks
+
     def step_fs(self, shape: BatchShape) -> int:
         """Duration of one step of this shape."""
         sequences = shape.decode_seqs + len(shape.prefill)

@@ -159,7 +159,7 @@ def predicted_peak(config: EngineConfig) -> Preset:
 def ladder(config: EngineConfig) -> Preset:
     """kvtwin's own: vLLM V1 with strict priorities and the standard degradation ladder. Requests less important than the guard
     (priority 0) are held back before decodes run out of blocks, shortened when the queue grows old, and at last sent away with a
-    time to come back; the important ones never are. Left out: running a request on the CPU, offloading cold prefix blocks.
+    time to come back; the important ones never are. Left out: rungs that need CPU memory or a CPU executor, which a scenario must have.
     """
     return Preset(
         policy=Policy(name="ladder", queue=priority_queue, victim=worst_priority, ladder=standard_ladder()),
