@@ -66,12 +66,9 @@ def reduce_load(probe: Probe, doing: list[str]) -> tuple[list[RequestSpec], int]
         for name in ("output_tokens", "input_tokens"):
             found = _shortened(probe, found, index, name)
     doing[0] = "how many at once"
-    batch = smallest_number(
-        1,
-        min(probe.max_num_seqs, len(found)),
-        lambda seqs: probe.fails(found, **_batch(probe, seqs)),
-    )
-    if not probe.fails(found, **_batch(probe, batch)):  # the batch decides over more than who runs: graphs, profile
+    # The batch decides over more than who runs together: with it grow the graphs and the profile, and the room for a step shrinks.
+    batch = smallest_number(1, probe.max_num_seqs, lambda seqs: probe.fails(found, **_batch(probe, seqs)))
+    if not probe.fails(found, **_batch(probe, batch)):
         batch = probe.max_num_seqs
     return found, batch
 

@@ -42,6 +42,8 @@ def run(
     from .real_run import run_scenario
 
     _make_room(out, html)
+    if memory_snapshot is not None:
+        memory_snapshot.parent.mkdir(parents=True, exist_ok=True)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
         progress.say("simulating" if scenario.run.executor != "torch" else "running for real")
         try:

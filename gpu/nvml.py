@@ -1,4 +1,4 @@
-"""NVML: what the driver says of a GPU beside what torch can see. Optional: `pip install nvidia-ml-py`.
+"""NVML: what the driver says of a GPU beside what torch can see. Optional: `pip install 'kvtwin[nvml]'`.
 
 Torch knows its own process. Who else is on the device, how warm it is and at which clock it ran while a figure was measured,
 only the management library says. Where that is missing the report says so, and why.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-INSTALL = "pip install nvidia-ml-py"
+INSTALL = "pip install 'kvtwin[nvml]'"
 
 
 def nvml_reading(device: Any, *, module: Any = None) -> dict[str, Any]:

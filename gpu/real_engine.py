@@ -19,6 +19,8 @@ from sim.core.request import RequestSpec
 from sim.memory.graphs import graph_plan
 
 from .batch import BatchBuffers, Sampling
+from .cpu_lane import CpuLane
+from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
 from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
@@ -108,10 +110,15 @@ class RealEngine:
         """An executor for `core`, with a pool of the core's size.
 
         Raises:
-            ConfigError: a cache format without a real pool.
+            ConfigError: a cache format without a real pool, or a model with several attention groups.
             OutOfMemoryError: the pool or the workspace does not fit.
         """
         engine, shape, settings = core.config, self.config.shape, self.settings
+        if engine.kv_groups:
+            raise ConfigError(
+                f"{shape.name} has {len(engine.kv_groups)} attention groups, each with a block table of its own; executor torch serves "
+                "from one: use engine_version 0.9.2, which keeps every token of every layer, or simulate"
+            )
         ops = Ops(self.device)
         splits = decode_splits(self.config, engine, self.device)
         most = settings.micro_batch_tokens
@@ -151,7 +158,14 @@ class RealEngine:
         index = len(self.executors)
         executor = TorchExecutor(
             forward,
-            mover=mover,
+            cpu=CpuMoves(
+                pool,
+                ops,
+                mover=mover,
+                lane=CpuLane(
+                    forward.model, layout, self.tokens, sampling=settings.sampling, max_model_len=engine.max_model_len
+                ),
+            ),
             is_cached=core.pool.index.__contains__,
             watch=None if self._budget is None else StorageMeter(self._budget),
             on_step=self._on_step if self._recorder is None else self._recorder(index),

@@ -239,6 +239,7 @@ def _validated(tables: _Tables, label: _Label) -> dict[str, Any]:
         raise ScenarioError(f"{label('slo', '')}: {error}") from None
     _check_workload(checked["workload"], label)
     _check_choices(checked["policy"], checked["run"], label)
+    _check_cpu_memory(checked["engine"], checked["policy"], checked["run"], label)
     return checked
 
 
@@ -262,6 +263,50 @@ def _check_workload(workload: WorkloadTable, label: _Label) -> None:
             f"{label('workload', 'burstiness')} shapes random arrivals, but a trace without a rate is replayed at its own times; "
             "give a rate too, or leave burstiness out"
         )
+
+
+def _check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, label: _Label) -> None:
+    """Keys about what is kept where, of which one is without effect, or impossible, because of another."""
+    given = policy.model_fields_set
+    blocks, tier = policy.num_cpu_prefix_blocks, label("policy", "num_cpu_prefix_blocks")
+    if blocks and not engine.enable_prefix_caching:
+        raise ScenarioError(
+            f"{tier} is {blocks}, but prefix caching is off ({label('engine', 'enable_prefix_caching')}): nothing saved there would ever "
+            "be looked for; enable it, or leave the CPU prefix tier out"
+        )
+    if "cpu_prefix_mode" in given and not blocks:
+        raise ScenarioError(
+            f"{label('policy', 'cpu_prefix_mode')} is {policy.cpu_prefix_mode!r}, but there is no CPU prefix tier; give {tier}, or leave "
+            "the mode out"
+        )
+    if policy.retention is not None and policy.eviction != "retention":
+        raise ScenarioError(
+            f"{label('policy', 'retention')} is given, but {label('policy', 'eviction')} is {policy.eviction!r}, which ignores it; set "
+            "eviction to 'retention', or leave the ranges out"
+        )
+    if policy.cpu_token_s is not None and not policy.num_cpu_blocks:
+        raise ScenarioError(
+            f"{label('policy', 'cpu_token_s')} is {policy.cpu_token_s:g}, but the CPU executor has no room for KV; give "
+            f"{label('policy', 'num_cpu_blocks')}, or leave the CPU executor out"
+        )
+    if "cpu_max_num_seqs" in given and policy.cpu_token_s is None:
+        raise ScenarioError(
+            f"{label('policy', 'cpu_max_num_seqs')} is given, but there is no CPU executor; give "
+            f"{label('policy', 'cpu_token_s')}, or leave it out"
+        )
+    watches = any(rung.get("signal") == "workspace" for rung in policy.ladder or ())
+    if watches and (run.executor == "torch" or run.memory_limit is False):
+        raise ScenarioError(
+            f"{label('policy', 'ladder')} has a rung with the signal 'workspace', which only a simulated device with a memory limit knows; "
+            "use another signal, or executor 'model' without memory_limit = false"
+        )
+    if run.executor == "torch":
+        for key, value in (("num_cpu_prefix_blocks", blocks), ("cpu_token_s", policy.cpu_token_s)):
+            if value:
+                raise ScenarioError(
+                    f"{label('policy', key)} is {value:g}, which executor torch cannot carry out; simulate it (executor 'model'), or leave "
+                    "it out"
+                )
 
 
 def _check_choices(policy: PolicyTable, run: RunTable, label: _Label) -> None:

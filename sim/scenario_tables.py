@@ -100,11 +100,55 @@ class PolicyTable(Table):
         0.0, ge=0, lt=1, description="share of the pool that admission leaves free for running requests to grow"
     )
     scheduler_reserve_full_isl: bool = Field(True, description="admit a request only if its whole prompt fits")
-    eviction: Literal["lru", "lfu", "priority"] = Field("lru", description="what the prefix cache forgets first")
+    eviction: Literal["lru", "lfu", "priority", "retention"] = Field(
+        "lru", description="what the prefix cache forgets first"
+    )
+    retention: list[dict[str, int | float | bool]] | None = Field(
+        None,
+        description="what of each request is kept for how long, for eviction retention: priority, start, end, duration_s, output",
+    )
+    num_cpu_prefix_blocks: int = Field(
+        0, ge=0, description="KV blocks in CPU memory for prefixes that leave the device; 0: no CPU prefix tier"
+    )
+    cpu_prefix_mode: Literal["write_through", "write_back"] = Field(
+        "write_through", description="save prefix blocks there when they are full, or when they are about to be evicted"
+    )
+    cpu_token_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds a token of one request takes on the CPU executor; default: there is none",
+    )
+    cpu_max_num_seqs: int = Field(8, ge=1, description="most requests that the CPU executor serves at once")
     num_cpu_blocks: int = Field(
         0,
         ge=0,
         description="KV blocks in CPU memory; above 0, preempted requests are saved there instead of recomputed",
+    )
+    max_num_queued_reqs: int | None = Field(
+        None,
+        ge=0,
+        description="most requests in the engine, running and waiting; who finds it full is told when to come back",
+    )
+    max_num_queued_tokens: int | None = Field(
+        None, ge=0, description="prompt tokens in the queue from which on nobody enters; the same"
+    )
+    displace_queued: bool = Field(
+        False,
+        description="an arrival that finds max_num_queued_reqs takes the place of a less important one that waits",
+    )
+    batching: Literal["mixed", "prefill_first", "decode_first", "static"] | None = Field(
+        None, description="what may share a step; default: as the preset has it"
+    )
+    max_prefill_tokens: int | None = Field(None, ge=1, description="most prompt tokens computed in one step")
+    max_prefill_seqs: int | None = Field(None, ge=1, description="most prompts computed in one step")
+    max_decode_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="most decodes in one step (a micro-batch); who has waited longest for a token goes first",
+    )
+    continuous_decode_steps: int | None = Field(
+        None, ge=1, description="steps that decodes have to themselves after each step of prompts, for decode_first"
     )
     admission: str | None = Field(
         None, min_length=3, description="your own admission policy as module:Class, asked besides the preset's"
@@ -229,8 +273,16 @@ SWITCHES_BOTH_WAYS = frozenset({"async_scheduling"})
 
 KEYS_WITHOUT_FLAG = frozenset(
     {
-        "eviction",
-        "num_cpu_blocks",
+        "retention",
+        "cpu_max_num_seqs",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "displace_queued",
+        "batching",
+        "max_prefill_tokens",
+        "max_prefill_seqs",
+        "max_decode_seqs",
+        "continuous_decode_steps",
         "admission",
         "guard_priority",
         "ladder",

@@ -219,6 +219,8 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         kv_groups=core_groups(ledger),
         in_flight_tokens=ledger.in_flight_tokens,
         num_cpu_blocks=policy["num_cpu_blocks"],
+        num_cpu_prefix_blocks=policy["num_cpu_prefix_blocks"],
+        cpu_prefix_mode=policy["cpu_prefix_mode"],
         watermark=policy["watermark"],
     )
 
@@ -297,6 +299,8 @@ def cost_model(resolved: Resolved) -> CostModel:
         },
     }
     planned_ahead = overlapped if resolved["engine"]["async_scheduling"] else lambda cost: cost
+    if resolved.ledger.layout.is_hybrid:
+        settings["block_bytes"] = resolved.ledger.block_bytes
     if profile == ROOFLINE:
         return planned_ahead(Roofline(resolved.model, resolved.gpu, **settings))
     known = (ROOFLINE, AUTO, *profile_names())

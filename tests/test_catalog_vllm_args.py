@@ -55,14 +55,32 @@ def test_spellings_of_vllm_become_settings(text: str, setting: str, value: objec
 
 
 @pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("--enable-lora", {"max_loras": 1, "max_lora_rank": 16}),
+        ("--max-lora-rank 64 --enable-lora --max-loras 8", {"max_loras": 8, "max_lora_rank": 64}),
+        ("--speculative-config '{\"num_speculative_tokens\": 3}'", {"num_speculative_tokens": 3}),
+        (
+            r'--speculative-config {\"model\":\"meta-llama/Llama-3.2-1B-Instruct\",\"num_speculative_tokens\":5,'
+            r'\"draft_tensor_parallel_size\":1}',
+            {"speculative_model": "meta-llama/Llama-3.2-1B-Instruct", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1},
+        ),
+    ],
+)  # fmt: skip
+def test_adapters_and_drafts_become_lines_of_the_account(text: str, settings: dict[str, object]) -> None:
+    parsed = parse_vllm_args(text)
+    assert parsed.settings == settings
+    assert parsed.ignored == []
+
+
+@pytest.mark.parametrize(
     ("text", "ignored"),
     [
         ("--no-enable-lora", ["--no-enable-lora"]),
         ("-O3 --swap-space 4", ["-O", "--swap-space 4"]),
-        (
-            "--speculative-config '{\"num_speculative_tokens\": 3}'",
-            ['--speculative-config {"num_speculative_tokens": 3}'],
-        ),
+        ("--max-loras 4 --max-lora-rank 8", ["--max-loras 4", "--max-lora-rank 8"]),
+        ('--speculative-config \'{"method": "ngram"}\'', ["--speculative-config.method ngram"]),
+        ('--speculative-config \'{"model": "somebody/draft"}\'', ["--speculative-config.model somebody/draft"]),
         ("--compilation-config.level 3", ["--compilation-config 3"]),
     ],
 )
@@ -87,6 +105,9 @@ def test_flags_that_are_not_modelled_are_reported(text: str, ignored: list[str])
         ("--dtype bfloat61", "bfloat16"),
         ("--kv-cache-dtype fp9", "fp8"),
         ("--enforce-eager=maybe", "true or false"),
+        ("--speculative-config 5", "JSON object"),
+        ("--speculative-config '{oops'", "JSON object"),
+        ("--speculative-config '{\"num_speculative_tokens\": 0}'", "at least 1"),
         ("--max-num-seqs 8 stray", "'stray'"),
         ("--served-model-name 'open", "quotation"),
     ],

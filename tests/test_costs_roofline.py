@@ -110,6 +110,16 @@ def test_a_copied_block_crosses_device_memory_twice_and_a_swapped_block_pcie_onc
     assert cost.step_fs(BatchShape(swapped_blocks=1000)) == pytest.approx(1000 * 2 * 2**20 / 64e9 * 1e15)
 
 
+def test_a_block_of_one_attention_group_is_moved_for_its_own_bytes() -> None:
+    # gpt-oss-20b: 24 layers of 2,048 B a token; a block of one of two groups has 12 of them.
+    model, device = model_shape("gpt-oss-20b"), gpu("h100-sxm-80gb")
+    whole = Roofline(model, device, efficiency=PERFECT)
+    group = Roofline(model, device, efficiency=PERFECT, block_bytes=12 * 2048 * 16)
+    for moved in ("copied_blocks", "swapped_blocks"):
+        shape = BatchShape(**{moved: 1000})
+        assert whole.step_fs(shape) == pytest.approx(2 * group.step_fs(shape))
+
+
 def test_only_sampled_rows_pay_for_the_lm_head() -> None:
     cost = roofline(efficiency=PERFECT)
     unsampled, sampled = (cost.step_fs(BatchShape(prefill=((512, 0),), sampled_seqs=rows)) for rows in (0, 1))

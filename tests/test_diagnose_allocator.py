@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments.cli import main
-from experiments.investigator import Cause, diagnose
+from experiments.investigator import Cause, Phase, diagnose
 from experiments.investigator.allocator_runs import allocator_runs
 from sim.memory.allocators import CachingAllocator, CachingSettings, DeviceMemory, parse_alloc_conf, read_snapshot
 
@@ -148,6 +148,17 @@ def test_the_page_draws_curves_with_the_ledger_s_slope_and_escapes_what_files_ar
     html = page.read_text()
     assert "<b>curve.csv" not in html and "&lt;b&gt;curve.csv" in html
     assert "fitted, 131,072 B a token" in html and "the ledger&#x27;s 131,072 B a token" in html
+
+
+def test_the_frames_of_the_failure_name_its_phase_and_operation(tmp_path: Path) -> None:
+    snapshot = split_segment().snapshot()
+    oom = next(entry for entry in snapshot["device_traces"][0] if entry["action"] == "oom")
+    oom["frames"] = [{"filename": "/vllm/v1/sample/topk_topp_sampler.py", "line": 111, "name": "apply_top_k_top_p"}]
+    path = tmp_path / "frames.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    diagnosis = diagnose([path], read_snapshot=read_snapshot)
+    assert diagnosis.phase is Phase.SAMPLING
+    assert any("the traceback passes through" in sentence for sentence in diagnosis.evidence)
 
 
 class _RunsCode:

@@ -202,3 +202,18 @@ def test_logs_of_several_ranks_are_judged_together_and_each_alone(tmp_path: Path
 def test_a_file_alone_is_not_listed_by_file(tmp_path: Path) -> None:
     (tmp_path / "oom.txt").write_text(OOM)
     assert diagnose([tmp_path / "oom.txt"]).by_file == ()
+
+
+def test_preempted_requests_get_the_number_that_the_pool_holds(tmp_path: Path) -> None:
+    """50 requests of 1,000 tokens ran in a pool of 20,000: 20 fit, 30,000 tokens too many were asked for."""
+    rows = "".join(f"{n},0,900,100,finished,0,100,1,1000\n" for n in range(50))
+    (tmp_path / "requests.csv").write_text(
+        "request_id,arrival_s,input_tokens,output_tokens,outcome,scheduled_s,finished_s,preemptions,recomputed_tokens\n"
+        + rows
+    )
+    (tmp_path / "server.log").write_text("GPU KV cache size: 20,000 tokens\n")
+    diagnosis = diagnose([tmp_path / "requests.csv", tmp_path / "server.log"], model="llama-3.1-8b")
+    (fix,) = [fix for fix in diagnosis.fixes if fix.change == "--max-num-seqs 20"]
+    assert diagnosis.cause is Cause.KV_CAPACITY
+    assert fix.effect_tokens == 30_000
+    assert fix.effect_gib == pytest.approx(30_000 * KV / GIB)

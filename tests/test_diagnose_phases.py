@@ -108,3 +108,31 @@ def test_a_lone_process_in_a_message_that_is_cut_off_is_the_one_that_failed():
     (message,) = read_messages(text)
     assert message.in_use is not None
     assert message.others == ()
+
+
+CARD = card(47.53, 9800.0, use(36.10))
+
+
+@pytest.mark.parametrize(
+    ("text", "phase", "cause"),
+    [
+        (f"limit_mm_per_prompt={{image:10,video:1}}\nTried to allocate 12.50 GiB. {CARD}", Phase.PROFILING, Cause.TRANSIENT_PEAK),
+        (f"VRAM grows steadily; in the end: Tried to allocate 148.00 MiB. {card(79.1, 100)}", Phase.AFTER_RELEASE, Cause.LEAK),
+        (f"_scaled_dot_product_attention_math\nTried to allocate 4.00 GiB. {CARD}", Phase.PREFILL, Cause.KERNEL_FALLBACK),
+        (f"attention falls back to eager attention\nTried to allocate 4.00 GiB. {CARD}", Phase.PREFILL, Cause.KERNEL_FALLBACK),
+        ("llama_kv_cache_init: failed to allocate buffer for kv cache", Phase.START_UP, Cause.KV_CAPACITY),
+        ("llama_model_load: error loading model: unable to allocate CUDA0 buffer", Phase.LOADING, Cause.WEIGHTS),
+        ("graph_reserve: failed to allocate compute buffers", Phase.PROFILING, Cause.TRANSIENT_PEAK),
+        ("[ERROR] CUDA runtime error in ::cudaMallocAsync(ptr, n, pool, stream): out of memory", Phase.UNKNOWN, Cause.NON_TORCH),
+        ("ray: Task was killed due to the node running low on memory.", Phase.UNKNOWN, Cause.HOST_MEMORY),
+    ],
+)  # fmt: skip
+def test_more_engines_say_it_in_their_own_words(text, phase, cause):
+    diagnosis = diagnose_text(text)
+    assert (diagnosis.phase, diagnosis.cause) == (phase, cause)
+
+
+def test_the_same_words_of_a_server_that_serves_or_does_not_fail_say_nothing():
+    assert diagnose_text("memory leak fixed in this release").cause is Cause.UNKNOWN
+    served = f"Application startup complete.\nlimit_mm_per_prompt=image:4\nTried to allocate 12.50 GiB. {CARD}"
+    assert diagnose_text(served).phase is not Phase.PROFILING

@@ -60,6 +60,38 @@ def test_a_block_that_holds_nothing_findable_goes_first(eviction):
     assert pool.allocate(3) == [3, plain[0], kept[0]]  # 3 was never used
 
 
+@pytest.mark.parametrize("eviction", ["lfu", "priority"])
+def test_a_block_whose_content_was_forgotten_goes_before_what_can_be_found(eviction):
+    """It kept the rank of what it had held, and what could still be found was evicted instead of it."""
+    pool = BlockPool(4, eviction=eviction)
+    worthy = release_with_keys(pool, [1, 2], worth=9.0)
+    for _ in range(3):
+        pool.acquire(pool.find([1, 2]))
+        pool.release(worthy, "finder", worth=9.0)
+    plain = release_with_keys(pool, [3, 4], worth=1.0)
+    pool.forget(worthy)
+    assert pool.peek(4) == [worthy[1], worthy[0], plain[1], plain[0]]
+    assert pool.allocate(4) == [worthy[1], worthy[0], plain[1], plain[0]]
+    assert pool.num_cached == 0
+
+
+def test_what_a_block_held_before_counts_for_nothing():
+    """Found three times, forgotten while somebody held it, and filled with something else: nobody has found that yet."""
+    pool = BlockPool(2, eviction="lfu")
+    (block,) = release_with_keys(pool, [1])
+    for _ in range(3):
+        pool.acquire(pool.find([1]))
+        pool.release([block], "finder")
+    pool.acquire(pool.find([1]))
+    pool.forget([block])
+    pool.index.add([block], [2])
+    pool.release([block], "writer")
+    (other,) = release_with_keys(pool, [3])
+    pool.acquire(pool.find([3]))
+    pool.release([other], "finder")
+    assert pool.peek(2) == [block, other]
+
+
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_leaves_go_before_their_parents(eviction):
     pool = BlockPool(3, eviction=eviction)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.core.admission import CanEverFit, Every, FreeBlocks
-from sim.core.config import EngineConfig
+from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.forking import Forking
 from sim.core.ladder import LadderConfig, Rung, standard_ladder
 from sim.core.policies import PRESETS, FairQueue, MaxInFlight, PredictedPeak
@@ -66,15 +66,17 @@ def forking_loads(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
 def engines(draw: st.DrawFn) -> EngineConfig:
     """Engines from starved to comfortable."""
     max_num_seqs = draw(st.integers(1, 10))
+    groups = draw(st.sampled_from([(), (), ((4, None), (4, 9)), ((8, None), (4, 5)), ((4, 6), (4, 13))]))
     return EngineConfig(
-        num_gpu_blocks=draw(st.sampled_from([16, 20, 28, 60])),
+        num_gpu_blocks=draw(st.sampled_from([16, 20, 28, 60])) * (2 if groups else 1),
         block_size=4,
         max_model_len=60,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([2, 16, 64])),
         enable_prefix_caching=draw(st.booleans()),
         reserve_full_prompt=draw(st.sampled_from([True, True, False])),
-        sliding_window=draw(st.sampled_from([None, None, None, 9])),
+        sliding_window=None if groups else draw(st.sampled_from([None, None, 9])),
+        kv_groups=tuple(AttentionGroup(block_size=size, window=window) for size, window in groups),
         num_cpu_blocks=draw(st.sampled_from([0, 0, 12])),
     )
 
@@ -132,7 +134,7 @@ def test_forking_loads_leap_as_they_step_and_their_books_add_up(name: str) -> No
         assert leapt == stepped
         assert fates(leaping) == fates(stepping)
         (recorder,) = leaping.recorders
-        bills = [bill_of(request, config.block_size) for request in leaping.requests]
+        bills = [bill_of(request, config.slots_per_block) for request in leaping.requests]
         assert sum(bill.owed_fs for bill in bills) == recorder.integrals.block_fs
         assert all(bill.owed_fs >= 0 and bill.unfilled_slot_fs >= 0 for bill in bills)
         core = recorder.core
@@ -148,7 +150,7 @@ def test_no_preset_loses_a_forking_request(name: str) -> None:
     @settings(max_examples=40)
     @given(engines(), forking_loads())
     def ends(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
-        config = replace(config, reserve_full_prompt=True, sliding_window=None)
+        config = replace(config, reserve_full_prompt=True, sliding_window=None, kv_groups=())
         preset = PRESETS[name](config)
         record, _ = run(preset.configure(config), preset.policy, requests, stepping=False)
         assert len(record.requests) == sum(spec.n for spec in requests)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sim.core.admission import AdmissionBase, Rejection, default_admission
 from sim.core.clock import to_fs
-from sim.core.config import EngineConfig
+from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.ladder import LadderConfig, Rung
 from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, StepResult
@@ -64,6 +64,7 @@ def loads(
     *,
     policies: Sequence[str] = ("fcfs", "priority"),
     windows: Sequence[int | None] = (None, None, 4, 9),
+    hybrid: bool = True,
     planned_ahead: Sequence[bool] = (False, True),
 ) -> Load:
     """Engines that are mostly too small for what is asked of them, and clients that mostly wait."""
@@ -71,8 +72,21 @@ def loads(
     chunked = draw(st.sampled_from([True, True, False]))
     max_num_seqs = draw(st.sampled_from([3, 4, 6] if growing else [1, 2, 3, 6]))
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
+    groups: tuple[AttentionGroup, ...] = ()
+    if hybrid and draw(
+        st.sampled_from([False, False, True])
+    ):  # two groups of layers that keep different tokens, or three
+        sizes = [block_size, *draw(st.sampled_from([(1,), (2,), (1, 1)]))]
+        groups = tuple(
+            AttentionGroup(
+                block_size=size if size == block_size else size * block_size, window=draw(st.sampled_from([None, 4, 9]))
+            )
+            for size in sizes
+        )
     config = engine(
-        num_gpu_blocks=draw(st.sampled_from([64, 48, 80] if growing else [24, 56, 200])) // block_size,
+        num_gpu_blocks=max(len(groups), 1)
+        * draw(st.sampled_from([64, 48, 80] if growing else [24, 56, 200]))
+        // block_size,
         block_size=block_size,
         max_model_len=draw(st.sampled_from([96, 96, 48])),
         max_num_seqs=max_num_seqs,
@@ -81,7 +95,8 @@ def loads(
         enable_chunked_prefill=chunked,
         scheduling_policy=draw(st.sampled_from(policies)),
         reserve_full_prompt=draw(st.booleans()),
-        sliding_window=draw(st.sampled_from(windows)),
+        sliding_window=None if groups else draw(st.sampled_from(windows)),
+        kv_groups=groups,
         watermark=draw(st.sampled_from([0.0, 0.0, 0.2, 0.5])),
         async_scheduling=draw(st.sampled_from(planned_ahead)),
     )
@@ -118,11 +133,14 @@ def can_never_be_served(spec: RequestSpec, config: EngineConfig) -> bool:
     asked = spec.input_tokens + (spec.max_tokens or 1)
     if asked > config.max_model_len:
         return True
-    blocks = math.ceil((asked - 1) / config.block_size)
-    if config.sliding_window is not None:
-        seen = min(config.sliding_window - 1 + config.max_num_batched_tokens, config.max_model_len)
-        blocks = min(blocks, math.ceil(seen / config.block_size) + 1)
-    return blocks > config.num_gpu_blocks
+    needed = 0
+    for group in config.kv_groups or (AttentionGroup(block_size=config.block_size, window=config.sliding_window),):
+        blocks = math.ceil((asked - 1) / group.block_size)
+        if group.window is not None:
+            seen = min(group.window - 1 + config.max_num_batched_tokens, config.max_model_len)
+            blocks = min(blocks, math.ceil(seen / group.block_size) + 1)
+        needed += blocks
+    return needed > config.num_gpu_blocks
 
 
 @settings(max_examples=150)
@@ -153,7 +171,7 @@ def test_every_request_ends_with_an_outcome_and_a_reason_and_every_block_is_back
             assert r.spec.timeout_s is not None
             assert r.ended_fs == r.arrival_fs + to_fs(r.spec.timeout_s)
         if r.outcome is Outcome.FAILED:  # only for want of a cap could it enter and outgrow the pool
-            assert r.spec.max_tokens is None or load.config.sliding_window is not None
+            assert r.spec.max_tokens is None
             assert str(load.config.num_gpu_blocks) in r.reason
 
 
@@ -276,24 +294,27 @@ class ShadowMemory:
         pairs: Sequence[tuple[int, int]],
     ) -> None:
         for old, new in pairs:
-            for offset in range(self.core.config.block_size):
+            for offset in range(max(group.block_size for group in self.core.config.groups)):
                 target[new, offset] = source.get((old, offset))
 
     def settle(self, steps_done: int) -> None:
         """Write and read what the steps of the last plan wrote and read, as far as they were done."""
         first, steps = self.out
-        size, window = self.core.config.block_size, self.core.config.sliding_window
         for shares in steps[: steps_done - first]:
-            for share in shares:
-                for token in range(share.context_tokens, share.context_tokens + share.num_tokens):
-                    block = share.block_table[token // size]
-                    assert block, "a token is written into no block"
-                    self.slots[block, token % size] = self.identity(share.request_id, token)
-            for share in shares:
-                oldest = 0 if window is None else max(share.context_tokens - window + 1, 0)
-                for token in range(oldest, share.context_tokens + share.num_tokens):
-                    block = share.block_table[token // size]
-                    assert self.slots[block, token % size] == self.identity(share.request_id, token)
+            for index, group in enumerate(self.core.config.groups):
+                for share in shares:
+                    table = share.group_tables[index] if share.group_tables else share.block_table
+                    for token in range(share.context_tokens, share.context_tokens + share.num_tokens):
+                        block = table[token // group.block_size]
+                        assert block, "a token is written into no block"
+                        self.slots[block, token % group.block_size] = (index, self.identity(share.request_id, token))
+            for index, group in enumerate(self.core.config.groups):
+                for share in shares:
+                    table = share.group_tables[index] if share.group_tables else share.block_table
+                    oldest = 0 if group.window is None else max(share.context_tokens - group.window + 1, 0)
+                    for token in range(oldest, share.context_tokens + share.num_tokens):
+                        slot = (table[token // group.block_size], token % group.block_size)
+                        assert self.slots[slot] == (index, self.identity(share.request_id, token))
         self.out = (steps_done, [])
 
     def identity(self, name: str, token: int) -> object:
@@ -305,6 +326,52 @@ class ShadowMemory:
         if token < named:
             return (spec.namespace, spec.content_ids[: token // span + 1], token)
         return (name, token)
+
+
+@dataclass
+class Book:
+    """An executor that keeps, from the plans alone, who holds which blocks: what it was shown in the steps that were done, less what it
+    was told of.
+    """
+
+    core: EngineCore
+    held: dict[str, set[int]] = field(default_factory=dict)
+    out: tuple[int, list[tuple[ScheduledRequest, ...]]] = (0, [])
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.settle(plan.step, (*plan.slid, *plan.releases))
+        self.out = (plan.step, [plan.scheduled(ahead) for ahead in range(plan.repeat)])
+        for share in self.out[1][0]:
+            tables = share.group_tables or (share.block_table,)
+            assert self.held.get(share.request_id, set()) <= {block for table in tables for block in table}
+        return ModelExecutor(COST).execute(plan)
+
+    def settle(self, steps_done: int, given: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        first, steps = self.out
+        for shares in steps[: steps_done - first]:
+            for share in shares:
+                tables = share.group_tables or (share.block_table,)
+                self.held.setdefault(share.request_id, set()).update(
+                    block for table in tables for block in table if block
+                )
+        for name, blocks in given:
+            self.held.get(name, set()).difference_update(blocks)
+
+
+@settings(max_examples=150)
+@given(loads(planned_ahead=[False]), st.booleans())
+def test_plans_tell_of_every_block_that_is_given_back(load: Load, stepping: bool) -> None:
+    books: list[Book] = []
+
+    def executor(core: EngineCore) -> Book:
+        books.append(Book(core))
+        return books[0]
+
+    log: list[dict[str, object]] = []
+    load.run(stepping=stepping, executor=executor, decision_log=log.append)
+    last = [] if not log or log[-1]["scheduled"] else log[-1]["released"]  # decided after the last plan
+    books[0].settle(books[0].core.steps, (*books[0].core.pending_releases, *last))
+    assert not any(books[0].held.values())
 
 
 policies = st.one_of(
@@ -558,6 +625,7 @@ def test_a_less_important_victim_is_the_same_in_whatever_order_the_running_are_l
 @given(loads(), st.integers(0, 3))
 def test_a_pool_for_everybody_at_once_preempts_nobody(load: Load, spare: int) -> None:
     needed = sum(math.ceil((spec.input_tokens + spec.output_tokens) / load.config.block_size) for spec in load.requests)
+    needed *= len(load.config.groups)
     enough = Load(replace(load.config, num_gpu_blocks=needed + spare), load.requests)
     assert all(r.num_preemptions == 0 for r in enough.run().requests)
 
@@ -566,7 +634,7 @@ def test_a_pool_for_everybody_at_once_preempts_nobody(load: Load, spare: int) ->
 
 
 @settings(max_examples=150)
-@given(loads(windows=[None]))
+@given(loads(windows=[None], hybrid=False))
 def test_the_log_accounts_for_every_block_it_hands_out(load: Load) -> None:
     """Read on its own: a block given as new is held by nobody, a released one is held, and an admission may share what others hold."""
     log: list[dict[str, object]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -9,12 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim import Scenario, simulate
 from sim.core.blocks import NO_BLOCK, BlockPool
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.groups import GroupTables
-from sim.core.request import Outcome
+from sim.core.plan import Durations, OomReport, StepResult
+from sim.core.request import Outcome, RequestSpec
+from sim.costs.constant import FixedCost
 from sim.memory import build_ledger
 from sim.simulation import core_groups
+from sim.world import run_world
 
 FULL_AND_32 = (AttentionGroup(block_size=16, window=32), AttentionGroup(block_size=16))
 """The two-group model of the cases on paper: a window of 32 tokens, blocks of 16."""
@@ -244,7 +249,7 @@ def test_t5_the_gate_of_two_groups(drive):
     small = drive(5, 16, **settings)
     refused = small.add("256", 256)
     assert refused.outcome is Outcome.REJECTED
-    assert "need 29 KV blocks of 16 tokens, but the whole pool has 5" in refused.reason
+    assert "need 29 KV blocks in 2 attention groups, but the whole pool has 5" in refused.reason
 
 
 @given(group_sets(), st.lists(st.integers(1, 20), min_size=1, max_size=12))
@@ -293,6 +298,164 @@ def _ledger(model: str, batched: int):
             model, "h200-sxm-141gb", max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=batched
         )
     return _LEDGERS[key]
+
+
+# -- the pool, filled ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-2-9b", "gemma-4-26b-a4b"])
+def test_requests_of_the_longest_length_fill_the_pool_exactly_as_the_ledger_says(model: str) -> None:
+    """Prompts of max_model_len - 1 tokens, all computed in one step: each takes what the ledger counts for a request, and
+    floor(max_concurrency) of them start at once; one more waits until the first are done.
+    """
+    length, batched = 1025, 1 << 16
+    sizes = {"max_model_len": length, "max_num_batched_tokens": batched, "max_num_seqs": 64}
+    need = build_ledger(model, "h200-sxm-141gb", **sizes).request_blocks(length - 1)
+    ledger = build_ledger(model, "h200-sxm-141gb", num_gpu_blocks_override=7 * need + need // 2, **sizes)
+    fits = ledger.num_gpu_blocks // ledger.request_blocks(length - 1)
+    assert fits == 7
+    assert ledger.max_concurrency == ledger.num_gpu_blocks / ledger.request_blocks(length)
+    lengths = {"input_tokens": length - 1, "output_tokens": 1, "num_requests": fits + 1, "rate": float("inf")}
+    result = simulate(
+        Scenario(
+            model=model,
+            gpu="h200-sxm-141gb",
+            workload={"workload": "uniform", **lengths},
+            engine={"num_gpu_blocks_override": ledger.num_gpu_blocks, **sizes},
+            run={"check": True},
+        )
+    )
+    assert result.summary["num_gpu_blocks"] == ledger.num_gpu_blocks
+    assert result.summary["finished"] == fits + 1
+    assert result.timeline["running"].tolist() == [fits, 1]
+    assert result.timeline["used_blocks"].tolist() == [fits * need, need]
+
+
+def test_as_many_longest_requests_as_the_ledger_counts_run_at_once_without_a_preemption() -> None:
+    """Longer than a step and than the window, decoding to their end: the ledger's count is safe. (A window holds its worst only
+    while its prompt is computed, so more may run.)
+    """
+    length = 4096
+    sizes = {"max_model_len": length, "max_num_batched_tokens": 512, "max_num_seqs": 64}
+    ledger = build_ledger("gpt-oss-20b", "h200-sxm-141gb", num_gpu_blocks_override=3000, **sizes)
+    fits = int(ledger.max_concurrency)
+    result = simulate(
+        Scenario(
+            model="gpt-oss-20b",
+            gpu="h200-sxm-141gb",
+            workload={
+                "workload": "uniform",
+                "input_tokens": 3000,
+                "output_tokens": 1096,
+                "num_requests": fits,
+                "rate": float("inf"),
+            },
+            engine={"num_gpu_blocks_override": 3000, **sizes},
+            run={"check": True},
+        )
+    )
+    assert (result.summary["finished"], result.summary["num_preemptions"]) == (fits, 0)
+    assert result.timeline["running"].max() == fits
+
+
+# -- stretches of windows ------------------------------------------------------------------------------------------------
+
+
+def test_a_stretch_ends_when_a_block_that_slides_out_lets_the_next_in(drive):
+    """The request of the first case holds 8 of 10 blocks and one is somebody else's: the next, which needs 2, finds 1. When 79 tokens
+    are computed a third block slides out, and in that step, the tenth of decoding, the next is let in.
+    """
+    engine = drive(10, 16, max_num_batched_tokens=32, kv_groups=FULL_AND_32)
+    engine.add("A", 70, output_tokens=20)
+    engine.commit(engine.plan())
+    engine.occupy(1, fence=1)
+    next_in = engine.add("next", 16)
+    starts = []
+    while (plan := engine.plan()) is not None:
+        starts.append((plan.step, plan.repeat, plan.admitted))
+        engine.commit(plan)
+    assert starts[2:4] == [(3, 9, ()), (12, 1, ("next",))]
+    assert next_in.outcome is Outcome.FINISHED
+
+
+def leaps_and_steps(made: EngineConfig, requests: Sequence[RequestSpec]) -> list[list[str]]:
+    """The decision logs of a leaping and of a stepping run."""
+    logs: list[list[str]] = []
+    for stepping in (False, True):
+        logs.append([])
+        run_world(
+            made,
+            FixedCost(0.01),
+            requests,
+            stepping=stepping,
+            check=True,
+            decision_log=lambda entry: logs[-1].append(json.dumps(entry)),
+        )
+    return logs
+
+
+def test_a_head_whose_cached_prefix_goes_in_two_groups_is_looked_at_again_in_every_step() -> None:
+    """Two requests that cannot both grow: the one that gave way finds its own blocks again, in both groups. As the other takes them,
+    the blocks that its next chunk needs fall by two at a time: it may start in the middle of what would be a stretch.
+    """
+    group = AttentionGroup(block_size=2)
+    made = EngineConfig(
+        num_gpu_blocks=20,
+        block_size=2,
+        max_model_len=128,
+        max_num_seqs=2,
+        max_num_batched_tokens=5,
+        reserve_full_prompt=False,
+        kv_groups=(group, group),
+    )
+    sizes = {"older": (7, 15), "younger": (8, 3)}
+    leaping, stepping = leaps_and_steps(
+        made,
+        [
+            RequestSpec(request_id=name, arrival_s=0.0, input_tokens=tokens, output_tokens=output)
+            for name, (tokens, output) in sizes.items()
+        ],
+    )
+    assert any(json.loads(entry)["preempted"] for entry in stepping), "no pressure, no test"
+    assert leaping == stepping
+
+
+def test_blocks_in_use_are_counted_in_the_middle_of_a_stretch(drive):
+    """What a router asks: the same numbers as single steps have, in every step of a stretch in which two requests share a prefix."""
+    prompt = {"content_ids": ("a", "b", "c", "d"), "content_block_tokens": 16}
+    owned = []
+    for repeat in (None, 1):
+        engine = drive(100, 16, max_num_batched_tokens=128, kv_groups=FULL_AND_32)
+        engine.add("first", 66, output_tokens=60, **prompt)
+        engine.commit(engine.plan())
+        engine.add("second", 66, output_tokens=60, **prompt)
+        owned.append([])
+        while (plan := engine.plan(repeat)) is not None:
+            owned[-1] += [engine.core.owned_blocks_in(ahead) for ahead in range(plan.repeat)]
+            engine.commit(plan)
+    assert owned[0] == owned[1]
+    # Both groups take at once, so an odd change is a block that slid out.
+    assert any((later - earlier) % 2 for earlier, later in pairwise(owned[0][:40])), "nothing slid out, no test"
+
+
+def test_a_step_that_ran_out_of_memory_leaves_no_window_half_filled(drive):
+    """A second request was to read blocks that the first was to write in the same step: 4 and 5 of 6. The step fails. Blocks 0 to 3 are
+    as they were, but in the window's group the second has not taken 2 and 3, which a token after 64 would see: it starts from nothing.
+    """
+    engine = drive(100, 16, max_num_batched_tokens=64, kv_groups=FULL_AND_32)
+    prompt = {"content_ids": ("a", "b", "c", "d", "e", "f"), "content_block_tokens": 16}
+    engine.add("first", 98, output_tokens=40, **prompt)
+    engine.commit(engine.plan())
+    second = engine.add("second", 98, output_tokens=40, **prompt)
+    plan = engine.plan()
+    assert [(share.request_id, share.context_tokens) for share in plan.scheduled(0)] == [("first", 64), ("second", 96)]
+    report = OomReport(op="activations", requested_bytes=2, free_bytes=1)
+    engine.now_fs += 1
+    engine.core.commit(plan, StepResult(durations=Durations.one(1), oom=report), engine.now_fs)
+    engine.core.check()
+    assert (second.num_computed_tokens, second.held_blocks) == (0, 0)
+    engine.run()
+    assert [request.outcome for request in engine.ended] == [Outcome.FINISHED] * 2
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------------

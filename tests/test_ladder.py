@@ -15,23 +15,42 @@ from sim.core import (
     Outcome,
     Policy,
     RequestSpec,
+    State,
     StepResult,
 )
 from sim.core.clock import FS_PER_S
+from sim.core.cpu_server import CpuExecutor
 from sim.core.ladder import ACTIONS, SIGNALS, LadderConfig, Rung, check_ladder, standard_ladder
+from sim.core.plan import BatchShape
 from sim.core.preemption import last_admitted, worst_priority
 from sim.core.waiting import FcfsQueue, priority_queue
 from sim.costs.constant import FixedCost
 from sim.results.summary import mark_columns, request_columns, summarize, timeline_columns
 from sim.world import run_world
 
-NEEDS_VALUE = {"shrink_step": 0.25, "cap_new": 3, "cap_running": 3, "truncate": 4, "swap_out": 0.5, "pause": 0.5}
+NEEDS_VALUE = {
+    "shrink_step": 0.25,
+    "micro_batch": 3,
+    "cap_new": 3,
+    "cap_running": 3,
+    "truncate": 4,
+    "swap_out": 0.5,
+    "pause": 0.5,
+    "run_on_cpu": 0.4,
+}
 
 
 class Engine:
     """A core with a ladder, driven a second a step; its books are checked after every event."""
 
-    def __init__(self, *rungs: Rung, guard: int = 0, swap: bool = False, **config: object) -> None:
+    def __init__(
+        self,
+        *rungs: Rung,
+        guard: int = 0,
+        swap: bool = False,
+        cpu: CpuExecutor | None = None,
+        **config: object,
+    ) -> None:
         settings = {"num_gpu_blocks": 20, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
         self.log: list[dict] = []
         self.core = EngineCore(
@@ -40,6 +59,7 @@ class Engine:
                 queue=priority_queue,
                 victim=worst_priority,
                 swap=swap,
+                cpu_executor=cpu,
                 ladder=LadderConfig(rungs=rungs, guard_priority=guard),
             ),
             decision_sink=lambda entry, start_fs: self.log.append(entry),
@@ -156,6 +176,52 @@ def test_pause_admission_holds_back_the_unimportant_while_anything_runs():
     assert high.degraded == []
 
 
+def test_micro_batch_computes_a_step_in_several_passes_and_degrades_nobody():
+    """Two prompts of 20 tokens in two passes of 20; then two decodes in two; once it is off, in one."""
+    engine = Engine(Rung(action="micro_batch", on=0.2, off=0.1, value=3))
+    requests = [engine.add(f"r{i}", 20, output_tokens=6) for i in range(2)]
+    shapes = []
+    while engine.core.num_unfinished:
+        plan = engine.core.plan(engine.now_fs, 1)
+        shapes.append(plan.shape)
+        engine.now_fs += FS_PER_S
+        engine.core.commit(plan, StepResult(durations=Durations.one(FS_PER_S)), engine.now_fs)
+    assert [shape.passes for shape in shapes] == [
+        1,
+        2,
+        2,
+        2,
+        2,
+        2,
+    ]  # the rung looks before a step, and sees the blocks of the one before
+    assert all(not request.degraded for request in requests)
+
+
+def test_the_passes_of_a_step_are_its_tokens_and_no_more():
+    shape = BatchShape(
+        prefill=((7, 0), (5, 16)),
+        decode_seqs=4,
+        decode_context_tokens=90,
+        decode_max_context_tokens=30,
+        sampled_seqs=6,
+        copied_blocks=2,
+        swapped_blocks=3,
+        passes=4,
+    )
+    parts = shape.split()
+    assert [part.num_tokens for part in parts] == [4, 4, 4, 4]
+    assert [part.prefill for part in parts] == [(), ((4, 0),), ((3, 4), (1, 16)), ((4, 17),)]
+    assert [part.sampled_seqs for part in parts] == [4, 0, 1, 1]
+    assert [part.decode_context_tokens for part in parts] == [90, 0, 0, 0]
+    assert [(part.copied_blocks, part.swapped_blocks) for part in parts] == [(2, 3), (0, 0), (0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 2.5])
+def test_fewer_than_two_passes_are_refused(value):
+    with pytest.raises(ConfigError, match="rung micro_batch needs a whole number of passes, at least 2"):
+        Rung(action="micro_batch", on=0.5, off=0.2, value=value)
+
+
 def test_shrink_step_shortens_the_prompt_chunks_of_the_unimportant_only():
     """A quarter of 64 tokens is 16."""
     engine = Engine(Rung(action="shrink_step", on=0.1, off=0.05, value=0.25))
@@ -216,6 +282,94 @@ def test_pause_takes_blocks_from_the_least_important_until_usage_falls(swap):
     assert engine.core.swapped_out_blocks == engine.core.swapped_in_blocks
 
 
+def test_run_on_cpu_moves_the_least_important_and_brings_it_back():
+    """12 of 20 blocks owned; down to 8: "low" (4 blocks) goes on on the CPU, at 2 s a token, while "high" takes a token a second.
+    At 7 s "high" has its 8 tokens; usage is 0, so the rung is off, and "low", which has its token of 1 s and those of 3, 5 and 7 s, comes
+    back for the rest: its swap-in and next token in the step to 8 s."""
+    rung = Rung(action="run_on_cpu", on=0.5, off=0.3, hold_s=0.0, value=0.45)
+    engine = Engine(rung, cpu=CpuExecutor(token_s=2.0), num_cpu_blocks=20)
+    high = engine.add("high", 30, 8, priority=0)
+    low = engine.add("low", 13, 10, priority=2)
+    assert engine.step() == {"high": 30, "low": 13}
+    assert engine.step() == {"high": 1}
+    assert (low.state, low.degraded, engine.core.pool.num_owned) == (State.ON_CPU, ["run_on_cpu"], 8)
+    assert engine.core.next_wake_fs(engine.now_fs) == (1 + 9 * 2) * FS_PER_S
+    for _ in range(5):
+        assert engine.step() == {"high": 1}
+    assert engine.now_fs == 7 * FS_PER_S
+    assert engine.step() == {"high": 1}
+    assert high.outcome is Outcome.FINISHED
+    assert engine.step() == {"low": 1}
+    assert low.num_output_tokens == 1 + 3 + 1
+    engine.run()
+    assert (low.outcome, low.num_output_tokens, low.num_preemptions) == (Outcome.FINISHED, 10, 0)
+    assert high.degraded == []
+    assert engine.core.cpu_tokens == 3
+    assert [entry["to_cpu"] for entry in engine.log if "to_cpu" in entry] == [["low"]]
+    assert engine.ladder_log() == [(1, "run_on_cpu", "on"), (8, "run_on_cpu", "off")]
+
+
+def test_who_has_all_tokens_on_the_cpu_has_finished_there_and_who_leaves_is_gone():
+    rung = Rung(action="run_on_cpu", on=0.5, off=0.0, hold_s=0.0, value=0.3)
+    engine = Engine(rung, cpu=CpuExecutor(token_s=1.5), num_cpu_blocks=20)
+    engine.add("high", 30, 20, priority=0)
+    ends, leaves = engine.add("ends", 9, 3, priority=2), engine.add("leaves", 9, 9, priority=3)
+    engine.step()
+    engine.step()
+    assert (ends.state, leaves.state) == (State.ON_CPU, State.ON_CPU)
+    engine.core.abort("leaves", engine.now_fs + FS_PER_S)
+    engine.core.check()
+    assert (leaves.outcome, leaves.num_output_tokens) == (Outcome.ABORTED, 2)
+    engine.run()
+    assert (ends.outcome, ends.num_output_tokens, ends.ended_fs) == (Outcome.FINISHED, 3, 4 * FS_PER_S)
+    assert engine.core.cpu_tokens == 3
+
+
+def test_nobody_is_moved_to_a_cpu_that_has_no_slot_or_no_room():
+    """ "lower" takes the one slot. With 5 CPU blocks not even that: 13 + 9 tokens need 6."""
+    rung = Rung(action="run_on_cpu", on=0.5, off=0.1, value=0.1)
+    for blocks, moved in ((40, ["lower"]), (5, [])):
+        engine = Engine(rung, cpu=CpuExecutor(token_s=9.0, max_num_seqs=1), num_cpu_blocks=blocks)
+        engine.add("high", 13, 10, priority=0)
+        requests = [engine.add("low", 13, 10, priority=1), engine.add("lower", 13, 10, priority=2)]
+        engine.step()
+        engine.step()
+        assert [request.request_id for request in requests if request.state is State.ON_CPU] == moved
+        engine.run()
+
+
+def test_offload_cache_saves_all_that_nobody_holds():
+    """Write-back keeps only what is next to be evicted saved, which here are blocks never used; the rung saves the 2 cached ones."""
+    rung = Rung(action="offload_cache", on=0.2, off=0.1)
+    engine = Engine(rung, num_cpu_prefix_blocks=10, cpu_prefix_mode="write_back")
+    engine.add("first", 8, 1, content_ids=("a", "b"), content_block_tokens=4)
+    engine.step()
+    engine.add("second", 17, 4)
+    assert engine.step() == {"second": 17}
+    assert engine.log[-1].get("saved") is None
+    engine.step()
+    assert engine.log[-1]["saved"] == [[(2, 1), (1, 2)]]
+
+
+def test_the_workspace_signal_is_what_the_latest_step_needed_and_must_be_known():
+    rung = Rung(action="shrink_step", signal="workspace", on=0.8, off=0.5, hold_s=0.0, value=0.25)
+    engine = Engine(rung)
+    engine.add("low", 40, 4)
+    for share, moved in ((0.9, []), (0.4, [(1, "shrink_step", "on")])):
+        plan = engine.core.plan(engine.now_fs)
+        assert plan.repeat == 1
+        engine.now_fs += FS_PER_S
+        result = StepResult(durations=Durations.one(FS_PER_S), workspace_share=share)
+        engine.core.commit(plan, result, engine.now_fs)
+        assert engine.ladder_log() == moved
+    engine.core.plan(engine.now_fs)
+    assert engine.ladder_log() == [(1, "shrink_step", "on"), (2, "shrink_step", "off")]
+    unknown = Engine(rung)
+    unknown.add("x", 4)
+    with pytest.raises(ConfigError, match="does not say what its steps need"):
+        unknown.step()
+
+
 def test_truncate_keeps_the_first_block_and_a_window_and_says_so():
     """40 tokens in 10 blocks, keep 8: blocks 1 to 7 (of 0 to 9) go, 0 is the sink, 8 and 9 the window."""
     engine = Engine(Rung(action="truncate", on=0.5, off=0.1, value=8))
@@ -266,6 +420,10 @@ def test_a_ladder_that_the_engine_cannot_carry_out_is_refused():
     swap_out = Rung(action="swap_out", on=0.9, off=0.5, value=0.5)
     with pytest.raises(ConfigError, match="no CPU pool"):
         check_ladder(LadderConfig(rungs=(swap_out,)), swap=False)
+    with pytest.raises(ConfigError, match="no CPU prefix tier"):
+        check_ladder(LadderConfig(rungs=(Rung(action="offload_cache", on=0.9, off=0.5),)), swap=True)
+    with pytest.raises(ConfigError, match="no CPU executor"):
+        check_ladder(LadderConfig(rungs=(Rung(action="run_on_cpu", on=0.9, off=0.5, value=0.5),)), swap=True)
     with pytest.raises(ConfigError, match="twice"):
         check_ladder(LadderConfig(rungs=(swap_out, swap_out)), swap=True)
 
@@ -279,16 +437,20 @@ THRESHOLDS = {
     "queue_s": [0.01, 0.1, 0.5],
     "preemptions": [1, 3],
     "oom": [1],
+    "workspace": [0.1],
 }
 
 
 @st.composite
-def rungs(draw, swap):
-    actions = [action for action in ACTIONS if swap or action != "swap_out"]
+def rungs(draw, swap, tier):
+    lacking = {"swap_out": swap, "run_on_cpu": swap, "offload_cache": tier}
+    actions = [action for action in ACTIONS if lacking.get(action, True)]
     chosen = draw(st.lists(st.sampled_from(actions), unique=True, max_size=5))
     made = []
+    if swap and "run_on_cpu" not in chosen and draw(st.booleans()):
+        made.append(Rung(action="run_on_cpu", on=0.3, off=0.2, hold_s=draw(st.sampled_from([0.0, 0.05])), value=0.2))
     for action in chosen:
-        signal = draw(st.sampled_from(list(SIGNALS)))
+        signal = draw(st.sampled_from([signal for signal in SIGNALS if signal != "workspace"]))
         on = draw(st.sampled_from(THRESHOLDS[signal]))
         off = on * draw(st.sampled_from([0.5, 1.0]))
         hold_s = draw(st.sampled_from([0.0, 0.05]))
@@ -300,7 +462,7 @@ def rungs(draw, swap):
 
 @st.composite
 def scenarios(draw):
-    swap = draw(st.booleans())
+    swap, tier = draw(st.booleans()), draw(st.booleans())
     block_size = draw(st.sampled_from([1, 2, 4]))
     max_num_seqs = draw(st.sampled_from([1, 3, 8]))
     config = EngineConfig(
@@ -309,14 +471,19 @@ def scenarios(draw):
         max_model_len=64,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_seqs, draw(st.sampled_from([4, 16]))),
-        num_cpu_blocks=draw(st.sampled_from([3, 50])) if swap else 0,
+        num_cpu_blocks=draw(st.sampled_from([3, 50, 200])) if swap else 0,
+        num_cpu_prefix_blocks=draw(st.sampled_from([3, 50])) if tier else 0,
+        cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
     )
     policy = Policy(
         queue=draw(st.sampled_from([FcfsQueue, priority_queue])),
         victim=draw(st.sampled_from([last_admitted, worst_priority])),
         batching=draw(st.sampled_from(list(Batching))),
         swap=swap,
-        ladder=LadderConfig(rungs=draw(rungs(swap)), guard_priority=draw(st.integers(-1, 2))),
+        cpu_executor=draw(st.sampled_from([CpuExecutor(token_s=0.03), CpuExecutor(token_s=0.007, max_num_seqs=2)]))
+        if swap
+        else None,
+        ladder=LadderConfig(rungs=draw(rungs(swap, tier)), guard_priority=draw(st.integers(-1, 2))),
     )
     requests, time_s = [], 0.0
     for index in range(draw(st.integers(1, 12))):
@@ -342,7 +509,7 @@ def everything(config, policy, requests, *, stepping):
     log = []
     record = run_world(
         config,
-        FixedCost(0.005, per_token_s=0.0001, per_context_token_s=0.00001),
+        FixedCost(0.005, per_token_s=0.0001, per_context_token_s=0.00001, per_copied_block_s=0.002),
         requests,
         policy=policy,
         stepping=stepping,

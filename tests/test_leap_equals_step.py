@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 
 from sim.catalog.gpus import GIB, gpu
 from sim.catalog.models import model_shape
+from sim.core.batching import check_batching
 from sim.core.clock import to_fs
-from sim.core.config import EngineConfig
+from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.eviction import EVICTIONS
 from sim.core.ladder import ACTIONS, LadderConfig, Rung
 from sim.core.plan import BatchShape, Durations, OomReport, ScheduledRequest, Segment, StepPlan, StepResult
-from sim.core.policy import Batching, Policy
+from sim.core.policy import Batching, BatchLimits, Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import Namespace, Outcome, Request, RequestSpec
+from sim.core.retention import Retention
 from sim.core.waiting import FcfsQueue, aging_queue, priority_queue
 from sim.costs.constant import FixedCost
 from sim.costs.protocol import CostModel
@@ -54,6 +56,9 @@ class Staircase:
     def step_fs(self, shape: BatchShape) -> int:
         context = shape.decode_context_tokens + sum(cached for _, cached in shape.prefill)
         return TICK * (self.base_ticks + self.tread_ticks * (context // self.width) + shape.prefill_tokens)
+
+    def copy_fs(self, num_blocks: int) -> int:
+        return TICK * num_blocks
 
     def decode_stretch(
         self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
@@ -103,10 +108,11 @@ def everything(scenario: Scenario, *, stepping: bool, **hooks: object) -> dict[s
     """All that a run leaves behind, without what a clock on the wall says."""
     log: list[str] = []
     record = scenario.run(stepping=stepping, decision_log=lambda entry: log.append(json.dumps(entry)), **hooks)
-    bills = [bill_of(request, record.config.block_size) for request in record.requests]
+    slots_per_block = record.config.slots_per_block
+    bills = [bill_of(request, slots_per_block) for request in record.requests]
     used = [recorder.integrals for recorder in record.recorders]
     assert sum(bill.owed_fs for bill in bills) == sum(integrals.block_fs for integrals in used)
-    assert sum(bill.held_fs for bill in bills) * record.config.block_size == sum(whole.table_slots for whole in used)
+    assert sum(bill.held_fs for bill in bills) * slots_per_block == sum(whole.table_slots for whole in used)
     assert sum(bill.unfilled_slot_fs for bill in bills) == sum(integrals.unfilled_slots for integrals in used)
     summary = summarize(record, scenario={}, seed=0, version="", limits_s={"ttft": 0.1, "tpot": 0.02})
     del summary["core_time_s"], summary["wall_time_s"]
@@ -171,6 +177,16 @@ def request_lists(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
 
 
 @st.composite
+def attention(draw: st.DrawFn, block_size: int) -> dict[str, object]:
+    """One kind of layer, mostly; else two or three groups of layers that keep different tokens, in blocks of different sizes."""
+    if draw(st.sampled_from([True, True, False])):
+        return {"sliding_window": draw(st.sampled_from([None, None, None, 4, 9]))}
+    windows = st.sampled_from([None, 1, 4, 9, 20])
+    sizes = [block_size, *draw(st.lists(st.sampled_from([block_size, 2 * block_size]), min_size=1, max_size=2))]
+    return {"kv_groups": tuple(AttentionGroup(block_size=size, window=draw(windows)) for size in sizes)}
+
+
+@st.composite
 def configs(draw: st.DrawFn, *, cpu_blocks: Sequence[int] = (0,)) -> EngineConfig:
     """Engines from starved to comfortable."""
     chunked = draw(st.sampled_from([True, True, True, False]))
@@ -186,7 +202,7 @@ def configs(draw: st.DrawFn, *, cpu_blocks: Sequence[int] = (0,)) -> EngineConfi
         enable_chunked_prefill=chunked,
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
         reserve_full_prompt=draw(st.sampled_from([True, True, False])),
-        sliding_window=draw(st.sampled_from([None, None, None, 4, 9])),
+        **draw(attention(block_size)),
         num_cpu_blocks=draw(st.sampled_from(cpu_blocks)),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.1, 0.3])),
         async_scheduling=draw(st.booleans()),
@@ -218,41 +234,157 @@ def test_a_stretch_of_several_segments_is_cut_and_summed_exactly(scenario: Scena
     assert_leap_equals_step(scenario)
 
 
+NEED_CPU_MEMORY = ("swap_out", "offload_cache", "run_on_cpu")
+
+
 @st.composite
 def rungs(draw: st.DrawFn) -> Rung:
     """A rung of the degradation ladder that goes on and off often; `swap_out` is a `pause` with a CPU pool."""
     signal = draw(st.sampled_from(["kv_usage", "shortage", "queue_s", "preemptions"]))
     thresholds = {"kv_usage": [0.3, 0.6, 0.9], "shortage": [0.0001, 0.2], "queue_s": [4 * TICK_S, 20 * TICK_S]}
     on = draw(st.sampled_from(thresholds.get(signal, [1.0, 2.0])))
-    action = draw(st.sampled_from([action for action in ACTIONS if action != "swap_out"]))
+    action = draw(st.sampled_from([action for action in ACTIONS if action not in NEED_CPU_MEMORY]))
     return Rung(
         action=action,
         signal=signal,
         on=on,
         off=on * draw(st.sampled_from([1.0, 0.5])),
         hold_s=draw(st.sampled_from([0.0, 20 * TICK_S])),
-        value={"shrink_step": 0.5, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(action, 0.0),
+        value={"shrink_step": 0.5, "micro_batch": 3, "cap_new": 5, "cap_running": 5, "truncate": 8, "pause": 0.5}.get(
+            action, 0.0
+        ),
     )
 
 
 ladders = st.lists(rungs(), min_size=1, max_size=3, unique_by=lambda rung: rung.action).map(
     lambda made: LadderConfig(rungs=tuple(made), guard_priority=0)
 )
+retentions = st.builds(
+    Retention,
+    priority=st.sampled_from([0, 35, 60, 100]),
+    start=st.sampled_from([0, 4, 12]),
+    end=st.sampled_from([None, 16]),
+    duration_s=st.sampled_from([None, TICK_S, 20 * TICK_S, 90 * TICK_S]),
+    output=st.booleans(),
+)
+some = st.sampled_from([None, None, 1, 2, 3])
+batch_limits = st.sampled_from(Batching).flatmap(
+    lambda batching: st.tuples(
+        st.just(batching),
+        st.builds(
+            BatchLimits,
+            max_prefill_seqs=some,
+            max_decode_seqs=some,
+            max_prefill_tokens=st.sampled_from([None, 5, 200]),
+            continuous_decode_steps=st.sampled_from([None, 1, 3, 20])
+            if batching is Batching.DECODE_FIRST
+            else st.none(),
+        ),
+    )
+)
 policies = st.builds(
-    Policy,
+    lambda batching, **fields: Policy(batching=batching[0], limits=batching[1], **fields),
+    batching=batch_limits,
     queue=st.sampled_from([FcfsQueue, priority_queue, aging_queue(20 * TICK)]),
     victim=st.sampled_from(list(VICTIMS.values())),
-    batching=st.sampled_from(Batching),
     ladder=st.one_of(st.none(), ladders),
     swap=st.booleans(),
     eviction=st.sampled_from(list(EVICTIONS)),
+).flatmap(
+    lambda policy: st.builds(
+        lambda ranges: replace(policy, retention=tuple(ranges)) if policy.eviction == "retention" else policy,
+        st.lists(retentions, max_size=3),
+    )
 )
 
 
-@settings(max_examples=100)
-@given(st.builds(Scenario, configs(cpu_blocks=(100, 20, 0)), smooth_costs, request_lists(), policy=policies))
+def is_possible(scenario: Scenario) -> bool:
+    """Whether the limits on a step agree with the engine's own."""
+    policy = scenario.policy or Policy()
+    try:
+        check_batching(policy.batching, policy.limits, scenario.config)
+    except ConfigError:
+        return False
+    return True
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(Scenario, configs(cpu_blocks=(100, 20, 0)), smooth_costs, request_lists(), policy=policies).filter(
+        is_possible
+    )
+)
 def test_every_policy_leaves_the_same_whether_the_engine_leaps_or_steps(scenario: Scenario) -> None:
     assert_leap_equals_step(scenario)
+
+
+@st.composite
+def tiered(draw: st.DrawFn) -> EngineConfig:
+    """Engines with a CPU prefix tier, from one block to more than is ever saved."""
+    config = draw(configs(cpu_blocks=(100, 0, 0)))
+    return replace(
+        config,
+        block_size=4,
+        num_gpu_blocks=draw(st.sampled_from([11, 14, 20])),
+        max_model_len=44,
+        enable_prefix_caching=True,
+        sliding_window=None,
+        kv_groups=(),
+        async_scheduling=False,
+        num_cpu_prefix_blocks=draw(st.sampled_from([1, 4, 20, 500])),
+        cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
+    )
+
+
+@st.composite
+def returning_lists(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
+    """Turns of a few conversations: the same beginnings come back when others have taken their blocks."""
+    arrival_ticks, made = 0, []
+    for number in range(draw(st.integers(6, 20))):
+        arrival_ticks += draw(st.sampled_from([0, 0, 8, 24, 61]))
+        output_tokens = draw(st.integers(1, 15))
+        conversation, turns = draw(st.sampled_from("abcde")), draw(st.integers(1, 3))
+        patience = draw(st.sampled_from([None] * 5 + [2, 8, 20, 64]))
+        made.append(
+            at(
+                arrival_ticks,
+                f"r{number}",
+                8 * turns + draw(st.integers(1, 5)),
+                output_tokens,
+                max_tokens=draw(st.sampled_from([None, output_tokens, 15])),
+                priority=draw(st.integers(0, 2)),
+                content_ids=tuple(f"{conversation}{turn}" for turn in range(turns)),
+                content_block_tokens=8,
+                cancel_after_s=None if patience is None else patience * TICK_S,
+            )
+        )
+    return tuple(made)
+
+
+copying_costs = st.builds(
+    FixedCost,
+    st.just(8 * TICK_S),
+    per_context_token_s=st.sampled_from([0.0, TICK_S / 4]),
+    per_copied_block_s=st.sampled_from([0.0, TICK_S / 2, TICK_S, 8 * TICK_S, 30 * TICK_S]),
+)
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(
+        Scenario,
+        tiered(),
+        copying_costs,
+        returning_lists(),
+        st.sampled_from([1, 1, 2]),
+        max_concurrency=st.sampled_from([None, None, 1, 3]),
+        policy=policies,
+    ).filter(is_possible),
+    st.sampled_from([0, 2, 3]),
+)
+def test_a_cpu_prefix_tier_leaves_the_same_whether_the_engine_leaps_or_steps(scenario: Scenario, failing: int) -> None:
+    """Every second or third copy fails, or none; whatever fails is computed instead, and everybody's request ends."""
+    assert_leap_equals_step(scenario, failing_copies=lambda fence: failing > 0 and fence % failing == 0)
 
 
 several_replicas = st.sampled_from([2, 3])
@@ -651,7 +783,9 @@ def devices(draw: st.DrawFn) -> Device:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.builds(Scenario, configs(cpu_blocks=(0, 100, 20)), smooth_costs, request_lists(), policy=st.none() | policies),
+    st.builds(
+        Scenario, configs(cpu_blocks=(0, 100, 20)), smooth_costs, request_lists(), policy=st.none() | policies
+    ).filter(is_possible),
     devices(),
 )
 def test_running_out_of_memory_is_the_same_whether_the_engine_leaps_or_steps(

@@ -13,7 +13,6 @@ def test_one_kind_of_layer_is_one_group_and_the_textbook_s_pool() -> None:
     ledger = build_ledger("llama-3.1-8b", "h100")
     assert not ledger.layout.is_hybrid
     assert ledger.block_bytes == 16 * 131_072
-    assert ledger.equivalent_blocks == ledger.num_gpu_blocks
     assert ledger.request_blocks(8192) == 512
 
 
@@ -36,7 +35,6 @@ def test_what_the_engine_prints_as_tokens_changed_with_the_release() -> None:
     old, new = (build_ledger("gpt-oss-20b", "h100", engine_version=version) for version in ("0.19", "0.29"))
     assert old.kv_tokens == old.num_gpu_blocks // 2 * 16
     assert new.kv_tokens == int(new.max_concurrency * new.max_model_len)
-    assert new.equivalent_blocks == int(new.max_concurrency * new.max_model_len / 16)
     assert new.in_flight_tokens == 2 * new.max_num_batched_tokens  # asynchronous scheduling
 
 

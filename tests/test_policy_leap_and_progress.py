@@ -1,6 +1,7 @@
 """What holds for every policy: leaping and stepping decide the same (I13), and everybody's request ends (I8).
 
 invariant  test
+I13        test_every_preset_decides_the_same_whether_the_engine_leaps_or_steps, one case a preset
 I13        test_every_policy_decides_the_same_whether_the_engine_leaps_or_steps, one case a policy
 I8         test_every_preset_serves_or_explains_every_request
 I8, I11    test_every_victim_policy_comes_to_an_end
@@ -9,13 +10,14 @@ I8, I11    test_every_victim_policy_comes_to_an_end
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.core.admission import AdmissionBase, CanEverFit, Every, FreeBlocks
-from sim.core.config import ConfigError, EngineConfig
+from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.ladder import standard_ladder
 from sim.core.policies import (
@@ -24,6 +26,7 @@ from sim.core.policies import (
     ContiguousReservation,
     FairQueue,
     FullReservation,
+    LoraSlots,
     MaxInFlight,
     MaxKvBlocks,
     MaxQueuedTokens,
@@ -40,7 +43,7 @@ from sim.core.policies import (
 )
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import VICTIMS
-from sim.core.request import Outcome, RequestSpec
+from sim.core.request import Namespace, Outcome, RequestSpec
 from sim.core.waiting import aging_queue, priority_queue
 from sim.costs.constant import FixedCost
 from sim.results.recorder import RunRecord
@@ -75,6 +78,8 @@ POLICIES: dict[str, Policy] = {
     "PriorityShares": Policy(
         admission=gated(lambda config: PriorityShares(config, {0: 0.3, 1: 0.3})), queue=priority_queue
     ),
+    "LoraSlots": Policy(admission=gated(lambda config: LoraSlots(1, give_up_after_s=0.1))),
+    "LoraSlots, by fair share": Policy(admission=gated(lambda config: LoraSlots(1)), queue=FairQueue),
     "aging": Policy(queue=aging_queue(10**14)),
     "shortest predicted": Policy(queue=shortest_predicted_queue),
     "fair share": Policy(queue=FairQueue),
@@ -126,6 +131,7 @@ def loads(draw: st.DrawFn, most: int = 10) -> tuple[RequestSpec, ...]:
                 tenant=draw(st.sampled_from("abc")),
                 content_ids=tuple("xyz"[:shared]),
                 content_block_tokens=8 if shared else 0,
+                namespace=Namespace(lora=draw(st.sampled_from(["", "", "l", "m"]))),
                 cancel_after_s=None if patience is None else patience * TICK_S,
             )
         )
@@ -136,14 +142,22 @@ def loads(draw: st.DrawFn, most: int = 10) -> tuple[RequestSpec, ...]:
 def engines(draw: st.DrawFn) -> EngineConfig:
     """Engines from starved to comfortable."""
     max_num_seqs = draw(st.integers(2, 8))
+    window = draw(st.sampled_from([None, None, None, 9, "groups", "groups"]))
+    groups = ()
+    if window == "groups":
+        groups = tuple(
+            AttentionGroup(block_size=size, window=draw(st.sampled_from([None, 9])))
+            for size in draw(st.sampled_from([(4, 4), (4, 8), (4, 4, 4)]))
+        )
     return EngineConfig(
-        num_gpu_blocks=draw(st.sampled_from([18, 24, 40])),
+        num_gpu_blocks=max(len(groups), 1) * draw(st.sampled_from([18, 24, 40])),
         block_size=4,
         max_model_len=72,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([4, 16, 64])),
         enable_prefix_caching=draw(st.booleans()),
-        sliding_window=draw(st.sampled_from([None, None, None, 9])),
+        sliding_window=None if groups else window,
+        kv_groups=groups,
         num_cpu_blocks=draw(st.sampled_from([0, 0, 10])),
         async_scheduling=draw(st.booleans()),
     )
@@ -195,6 +209,22 @@ def test_every_policy_decides_the_same_whether_the_engine_leaps_or_steps(name: s
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_decides_the_same_whether_the_engine_leaps_or_steps(name: str) -> None:
+    @settings(max_examples=40)
+    @given(engines(), loads())
+    def same(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
+        preset = PRESETS[name](config)
+        config = preset.configure(config)
+        policy = replace(preset.policy, swap=config.num_cpu_blocks > 0)
+        leaping, leapt = run(config, policy, requests, stepping=False)
+        stepping, stepped = run(config, policy, requests, stepping=True)
+        assert leapt == stepped
+        assert fates(leaping) == fates(stepping)
+
+    same()
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_serves_or_explains_every_request(name: str) -> None:
     """No dead-lock (run_world would raise), and no live-lock. Where the whole prompt must fit before it starts, every start gives a
     token, so a request is preempted at most once a token. Where only the next chunk must fit it may lose its prompt again and
@@ -206,7 +236,8 @@ def test_every_preset_serves_or_explains_every_request(name: str) -> None:
     def ends(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
         preset = PRESETS[name](config)
         config = preset.configure(config)
-        record, _ = run(config, preset.policy, requests, stepping=False)
+        policy = replace(preset.policy, swap=config.num_cpu_blocks > 0)
+        record, _ = run(config, policy, requests, stepping=False)
         all_tokens = sum(request.spec.target_tokens for request in record.requests)
         for request in record.requests:
             assert request.outcome is not None
@@ -216,6 +247,29 @@ def test_every_preset_serves_or_explains_every_request(name: str) -> None:
             assert request.num_preemptions <= (own if config.reserve_full_prompt else all_tokens)
 
     ends()
+
+
+def test_prompts_that_go_first_find_what_has_just_slid_out_of_a_window() -> None:
+    """Blocks of 4, one group that sees all and one that sees 5 tokens, 8 blocks. "old" holds 3 + 2 while it has 9 to 12 tokens; "late"
+    needs 2 + 2 and finds 3. At the 13th token "old" gives a block of its window back and takes two: "late" is tried in between, and fits.
+    """
+    config = EngineConfig(
+        num_gpu_blocks=8,
+        block_size=4,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        kv_groups=(AttentionGroup(block_size=4), AttentionGroup(block_size=4, window=5)),
+    )
+    requests = (
+        RequestSpec(request_id="old", arrival_s=0.0, input_tokens=8, output_tokens=12),
+        RequestSpec(request_id="late", arrival_s=30 * TICK_S, input_tokens=8, output_tokens=1),
+    )
+    policy = Policy(batching=Batching.PREFILL_FIRST)
+    (leaping, leapt), (_, stepped) = (run(config, policy, requests, stepping=stepping) for stepping in (False, True))
+    assert leapt == stepped
+    assert [entry["step"] for entry in map(json.loads, leapt) if entry["admitted"]] == [0, 5]
+    assert leaping.recorders[0].core.steps == 13
 
 
 @pytest.mark.parametrize("batching", Batching)

@@ -1,29 +1,6 @@
 """Faults that real engines had, tables A and B of the public-bugs reference: the right answer first, one test a row (or more).
 
-    row  test
-    B01  test_b01_a_prompt_that_can_never_fit_is_rejected_and_the_next_one_runs
-    B02  test_b02_gate_and_sizer_share_one_cap_and_the_predictor_is_the_allocator
-    B07  test_b07_…: the gate turned off thrashes, turned on waits
-    B10  test_b10_…: seen at arrival, or failed alone with its numbers
-    B11  test_b11_…: the hit of a repeated prompt is capped below its length
-    B12  test_b12_after_a_resume_length_and_table_agree
-    B14  test_b14_a_request_that_outgrows_the_pool_ends_alone
-    B15  test_b15_victims_are_taken_one_by_one_until_the_rest_fits (golden trace T13)
-    B18  test_b18_a_hit_evicted_in_the_same_step_is_not_counted_on
-    B19  test_b19_preemptions_per_request_stay_few
-    B20  test_b20_a_refused_admission_leaves_its_hits_alone
-    B21  test_b21_…: null blocks cost nothing; what was evicted is not found
-    B24  test_b24_late_output_of_an_aborted_request_is_ignored_and_its_blocks_return_once
-    B25  test_b25_aborted_in_their_last_step_they_count_as_aborted_and_free_at_once
-    B28  test_b28_all_sequences_that_share_a_prompt_return_it (tables; the engine has no n > 1)
-    B29  test_b29_the_books_name_what_is_missing
-    B31  test_b31_what_has_finished_is_no_victim
-    B47  test_b47_a_lora_and_a_salt_of_one_name_share_nothing
-
-Rows that wait for a later capability:
-    B03, B04, B23, B26   asynchronous loads and stores, a CPU tier       B06   requests deferred for a reason
-    B09                  swapping                                        B16, B17   policies that reserve, or over-commit, output
-    B48, B50             limits at the front door; the ladder            B33 to B45   real memory, and its diagnosis
+Which tests give which row its right answer, here and elsewhere, is in `test_public_bugs_table.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +8,11 @@ from __future__ import annotations
 import pytest
 
 from sim.core.blocks import BlockPool, DoubleFreeError, IntegrityError
+from sim.core.forking import Forking
 from sim.core.need import admission_blocks, blocks_for
-from sim.core.request import Namespace, Outcome
+from sim.core.policies import PRESETS
+from sim.core.policy import Batching, Policy
+from sim.core.request import Namespace, Outcome, RequestSpec, samples
 from sim.core.tables import BlockTable, BlockTables
 
 
@@ -61,6 +41,33 @@ def test_b01_a_prompt_that_just_fits_is_served(drive):
     request = engine.add("160", 160)
     engine.run()
     assert request.outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "prompt"), [(4790, 16, 76_641), (4790, 16, 100_000), (8209, 1, 8_210)]
+)
+def test_b01_the_pools_of_the_reports_say_never_at_once(drive, blocks, block_size, prompt):
+    """76,640 tokens under a context of 262,144 (vLLM #39734); 8,209 pages of one token (FreeToken #111). A short one is served after."""
+    engine = drive(num_gpu_blocks=blocks, block_size=block_size, max_model_len=262_144)
+    first = engine.add("long", prompt)
+    second = engine.add("short", 100)
+    assert (first.outcome, first.finish_reason, first.retry_after_s) == (Outcome.REJECTED, "exceeds_kv_pool", None)
+    assert f"the whole pool has {blocks} ({blocks * block_size} tokens)" in first.reason
+    engine.step()
+    assert second.outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_b01_no_preset_waits_for_what_can_never_fit(drive, preset):
+    """Orca's piece is its context, so there the context says no; elsewhere the pool does."""
+    longest = 160 if preset == "orca" else 320
+    engine = drive(num_gpu_blocks=10, block_size=16, preset=preset, max_model_len=longest, max_num_batched_tokens=320)
+    never = engine.add("161", 161, max_tokens=1)
+    fits = engine.add("16", 16, max_tokens=1)
+    assert never.outcome is Outcome.REJECTED
+    assert never.finish_reason == ("exceeds_max_model_len" if preset == "orca" else "exceeds_kv_pool")
+    assert engine.step().tokens == {"16": 16}
+    assert fits.outcome is Outcome.FINISHED
 
 
 @pytest.mark.parametrize("watermark", [0.0, 0.5, 0.99])
@@ -118,6 +125,50 @@ def test_b07_with_the_full_prompt_gate_it_waits(drive, enable_prefix_caching):
     assert [step.tokens for step in steps[49:52]] == [{"long": 64}, {"long": 64}, {"long": 32}]
     assert (long.num_preemptions, long.recomputed_tokens) == (0, 0)
     assert long.outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize("batching", Batching)
+def test_b09_nobody_starts_while_somebody_is_swapped_out_and_a_full_cpu_pool_ends_nobody(drive, batching, forks):
+    """vLLM #5578, scaled down: sequences in pairs, a CPU pool that holds few of them. Whoever is swapped out comes back before anybody
+    starts; when the CPU pool is full a victim is recomputed instead; every request is served."""
+    engine = drive(
+        num_gpu_blocks=24,
+        block_size=4,
+        max_num_batched_tokens=64,
+        max_num_seqs=12,
+        num_cpu_blocks=8,
+        enable_prefix_caching=False,
+        policy=Policy(swap=True, batching=batching),
+    )
+    for index in range(8):
+        spec = RequestSpec(
+            request_id=f"r{index}",
+            arrival_s=0.0,
+            input_tokens=9 + index,
+            output_tokens=24,
+            n=2,
+            forking=Forking(width=2) if forks else None,
+        )
+        for sample in samples(spec):
+            engine.core.add(sample, engine.now_fs)
+    away: set[str] = set()
+    swaps = recomputed = 0
+    for step in engine.run():
+        plan = step.plan
+        back, saved = ({name for name, _ in moved} for moved in (plan.swap_ins, plan.swap_outs))
+        away -= back
+        copies = {child for child, _, table in plan.forks if table}  # a copy starts beside its source, from no queue
+        starting = set(plan.admitted) - back - copies
+        assert not (away and starting), f"{starting} start while {away} are swapped out"
+        swaps += len(saved)
+        recomputed += len(set(plan.preempted) - saved)
+        away |= saved
+    assert swaps
+    assert recomputed
+    assert [request.outcome for request in engine.ended] == [Outcome.FINISHED] * 16
+    assert engine.pool.num_free == 24
+    assert engine.core._scheduler.cpu_pool.num_free == 8
 
 
 def test_b10_a_decode_that_needs_a_third_of_two_blocks_is_refused_at_arrival(drive):
@@ -329,6 +380,29 @@ def test_b24_late_output_of_an_aborted_request_is_ignored_and_its_blocks_return_
     assert not engine.abort("r")
     with pytest.raises(DoubleFreeError, match=r"first by r \(aborted\), now by a late connector"):
         engine.pool.release(blocks, "a late connector")
+    assert engine.pool.num_free == 8
+
+
+def test_b24_aborted_after_the_next_step_was_planned_it_is_freed_once_and_late(drive):
+    """The row's own case: two steps in flight. Aborted in step 1, when step 2 has been planned with it: its client hears at once, its
+    blocks return once, when step 2, which still writes them, is done; both outputs that come for it are dropped."""
+    engine = drive(num_gpu_blocks=8, block_size=4, async_scheduling=True)
+    request = engine.add("r", 8, output_tokens=10)
+    engine.add("other", 4, output_tokens=10)
+    engine.step()
+    plan = engine.plan(max_repeat=1)
+    engine.now_fs += 1
+    assert engine.abort("r")
+    engine.commit(plan, stopped=("r",))
+    assert [ended.request_id for ended in engine.ended] == ["r"]
+    late = engine.plan(max_repeat=1)
+    assert {share.request_id for share in late.scheduled(0)} == {"r", "other"}
+    assert engine.pool.num_owned == 3 + 2
+    engine.commit(late, stopped=("r",))
+    assert engine.pool.num_owned == 2
+    engine.run()
+    assert [name for entry in engine.log for name, _ in entry["released"]].count("r") == 1
+    assert (request.outcome, request.num_output_tokens) == (Outcome.ABORTED, 1)
     assert engine.pool.num_free == 8
 
 

@@ -7,6 +7,7 @@ must have decided the same in every one of them.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -142,6 +143,33 @@ def test_a_device_that_leaves_out_the_copies_is_found_out(monkeypatch):
     monkeypatch.setattr(PlanMoves, "_copy", lambda self, copies: None)
     with pytest.raises(PoisonedReadError):
         run_for_real(SCENARIOS["beams-1"], preset("vllm-v1"))
+
+
+class Clock:
+    """Steps of one to eight milliseconds, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+
+    def start(self) -> None: ...
+
+    def stop_fs(self) -> int:
+        return int(self.draw.uniform(1, 8) * 10**12)
+
+
+def test_a_beam_that_goes_on_as_a_copy_twice_in_one_step_shares_each_table_in_turn():
+    """With these durations two beams of "r3" decode in one step, and both are r3#2's source: the plan tells both tables."""
+
+    def timed(inner):
+        inner._timer = Clock(7)
+        return inner
+
+    scenario = SCENARIOS["beams-1"]
+    run = run_for_real(scenario, preset("vllm-v0"), wrap=timed)
+    forked = [[child for child, _ in entry.get("forked", ())] for entry in run.decisions]
+    assert any(children.count("r3#2") == 2 for children in forked)
+    assert run.leaked_blocks == 0
+    assert changed_answers(run, reference_answers(scenario)) == []
 
 
 def test_other_durations_are_another_run():

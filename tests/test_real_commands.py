@@ -11,7 +11,8 @@ import sim
 from experiments import validate as command
 from experiments.cli import main
 from experiments.real_run import run_scenario
-from experiments.validation import Cell
+from experiments.validation import SCENARIOS, Cell
+from experiments.validation.cell import account_errors
 from sim.scenario_errors import ScenarioError
 
 REAL = ["run", "--executor", "torch", "--model", "tiny-llama-test", "--workload", "uniform", "--rate", "60"]
@@ -222,6 +223,18 @@ def test_validate_fails_on_any_difference(wrong, tmp_path, monkeypatch, capsys):
     assert suite.get("failures") == "1"
     assert suite.find("testcase/failure") is not None
     assert "1 of 1 cells differ" in page.read_text(encoding="utf-8")
+
+
+def test_an_account_that_is_off_by_more_than_its_tolerance_fails_the_cell():
+    """tiny-llama: 427,264 B of float32 weights; 15 blocks of 4 tokens of 512 B, and 16 B of scales."""
+    scenario = SCENARIOS["pressure-0"]
+    tokens = (scenario.engine.num_gpu_blocks + 1) * 4
+    assert account_errors(scenario, {"weights": 427_264, "kv_cache": tokens * 512 + 16}) == []
+    (weights,) = account_errors(scenario, {"weights": 427_268, "kv_cache": tokens * 512})
+    assert weights.startswith("the account of weights is 427,264 B and the device took 427,268 B, +0.00%")
+    (pool,) = account_errors(scenario, {"weights": 427_264, "kv_cache": tokens * 520})
+    assert "kv_cache" in pool
+    assert "+1.56% (allowed: 0.10%)" in pool
 
 
 @pytest.mark.parametrize(

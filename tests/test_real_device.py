@@ -156,7 +156,7 @@ def test_nvml_that_fails_is_said_to(fails, why, monkeypatch):
 def test_where_there_is_no_nvml_the_reading_says_why(monkeypatch):
     assert nvml.nvml_reading("cpu") == {"absent": "the device is the CPU"}
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    assert nvml.nvml_reading("cuda") == {"absent": "the library is not installed: pip install nvidia-ml-py"}
+    assert nvml.nvml_reading("cuda") == {"absent": "the library is not installed: pip install 'kvtwin[nvml]'"}
 
 
 # -- PyTorch's snapshot ----------------------------------------------------------------------------------------------------

@@ -82,6 +82,34 @@ def test_a_smaller_step_computes_fewer_tokens_at_once():
     assert max(reading.num_tokens for reading in readings) > max(prompts)
 
 
+def test_micro_batches_are_passes_of_the_device_with_a_smaller_workspace():
+    run, readings = climbed("micro_batch", 3, on=0.3, off=0.1)
+    steps = on_steps(run, "micro_batch")
+    by = {reading.served_by for reading in readings if reading.step in steps and reading.num_tokens >= 3}
+    assert by == {"3 micro-batches"}
+    assert {reading.served_by for reading in readings if reading.step not in steps} == {"eager"}
+    assert run.report["split_steps"] == sum(reading.served_by != "eager" for reading in readings)
+    plain: list[StepReading] = []
+    run_for_real(BASE, preset("vllm-v1"), on_step=plain.append, wrap=timed)
+    most = {r.num_tokens: r.workspace_bytes for r in plain if r.phase == "decode"}
+    assert any(
+        r.workspace_bytes < most.get(r.num_tokens, 0) for r in readings if r.step in steps and r.phase == "decode"
+    )
+
+
+def test_a_device_that_is_out_of_memory_goes_on_in_smaller_passes():
+    """The workspace holds no step of more than a few tokens; the rung comes with the first failure."""
+    scenario = with_engine(BASE, max_num_batched_tokens=32)
+    rungs = [{"action": "micro_batch", "signal": "oom", "on": 1, "off": 1, "hold_s": 60.0, "value": 8}]
+    split = run_for_real(scenario, preset("ladder", rungs), wrap=timed, workspace_bytes=70_000)
+    halved = run_for_real(scenario, preset("vllm-v1"), wrap=timed, workspace_bytes=70_000)
+    assert 0 < split.report["oom_steps"] < halved.report["oom_steps"]
+    assert split.report["split_steps"] > 0
+    assert split.leaked_blocks == 0
+    assert changed_answers(split, reference_answers(scenario)) == []
+    assert first_difference(split.decisions, replay(scenario, preset("ladder", rungs), split.recording)) is None
+
+
 @pytest.mark.parametrize("action", ["cap_new", "cap_running"])
 def test_a_cap_on_the_output_saves_the_steps_that_would_have_computed_it(action):
     run, _ = climbed(action, 3.0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
 from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
@@ -101,6 +102,45 @@ def test_a_failure_in_any_operation_is_survived(operation, name):
     for request in run.requests:
         if request.outcome is Outcome.FAILED:
             assert "20971520 bytes wanted, 1572864 free" in request.reason
+
+
+class FailsAt(TorchDispatchMode):
+    """The torch operation number `place` of a run is out of memory, whatever it is: a product, a copy, a look-up, a twin's scratch. Not
+    counted are views, and fills in place (the checks' poison), which take nothing.
+    """
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.seen, self.failed = place, 0, ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += not func.is_view and func is not torch.ops.aten.fill_.Scalar
+        if self.seen == self.place:
+            self.failed = str(func)
+            self.place = 0
+            raise torch.OutOfMemoryError(MESSAGE)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_a_failure_of_any_torch_operation_of_a_step_is_survived():
+    """One after the other, over the moves, the prompts and the decodes of the first steps: the step is taken back, and nothing is lost."""
+    scenario = SCENARIOS["swaps-1"]
+    reference, failed = reference_answers(scenario), set()
+    for place in range(1, 1500, 127):
+        mode = FailsAt(place)
+
+        def watched(inner, mode=mode):
+            inner._watch = mode
+            return inner
+
+        run = run_for_real(scenario, preset("vllm-v1"), wrap=watched)
+        served(run)
+        assert run.report["oom_steps"] == 1, (place, mode.failed)
+        assert changed_answers(run, reference) == [], (place, mode.failed)
+        assert first_difference(run.decisions, replay(scenario, preset("vllm-v1"), run.recording)) is None
+        failed.add(mode.failed)
+    assert len(failed) > 3
 
 
 @pytest.mark.parametrize(

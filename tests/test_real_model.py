@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from experiments.real_run import run_scenario
 from gpu.batch import BatchBuffers, Sampling, Work
 from gpu.cpu_pool import CpuBlockPool
 from gpu.decoder_config import DecoderConfig, RotaryConfig
@@ -29,11 +30,15 @@ from gpu.real_engine import RealEngine, RealSettings
 from gpu.swap import BlockMover
 from gpu.weights import DecoderWeights
 from gpu.workspace import Workspace
+from sim import Scenario
 from sim.catalog.hf_config import read_config, shape_from_config
 from sim.catalog.models import model_shape
 from sim.core.blocks import BlockPool
-from sim.core.config import ConfigError
+from sim.core.config import ConfigError, EngineConfig
+from sim.core.request import Outcome, RequestSpec
 from sim.core.tables import BlockTable, BlockTables
+from sim.costs import FixedCost
+from sim.world.run import run_world
 
 SIZES = {
     "vocab_size": 96,
@@ -283,6 +288,37 @@ def test_a_folder_with_safetensors_is_loaded(tmp_path):
     assert torch.equal(engine.weights.layers[0].qkv, bench.model.weights.layers[0].qkv)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_as_transformers_saves_it_is_served_as_transformers_answers(family, tmp_path):
+    """Several files with an index, tied heads left out: greedy answers, token for token, through core, pool and chunks of prompts."""
+    bench = Bench(family)
+    bench.reference.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    requests = [
+        RequestSpec(request_id=f"r{i}", arrival_s=0.0, input_tokens=9 + 7 * i, output_tokens=8) for i in range(3)
+    ]
+    settings = RealSettings(
+        shape=read_config(tmp_path / "config.json"), source=str(tmp_path), dtype="float32", checked=True
+    )
+    engine = RealEngine(settings, requests)
+    window = bench.config.shape.attention[0].window
+    config = EngineConfig(
+        num_gpu_blocks=40,
+        block_size=4,
+        max_model_len=48,
+        max_num_seqs=3,
+        max_num_batched_tokens=11,
+        sliding_window=window,
+    )
+    record = run_world(config, FixedCost(1.0), requests, executor=engine.executor)
+    assert all(request.outcome is Outcome.FINISHED for request in record.requests)
+    for spec in requests:
+        known = engine.tokens.tokens(spec.request_id, 0, spec.input_tokens)
+        for _ in range(spec.output_tokens):
+            known.append(int(bench.logits(known)[-1].argmax()))
+        assert engine.tokens.answer(spec.request_id) == known[spec.input_tokens :]
+
+
 def test_random_weights_depend_on_the_seed_and_nothing_else():
     config = DecoderConfig.of(model_shape("tiny-llama-test"))
     one, same, other = (
@@ -300,6 +336,27 @@ def test_random_weights_depend_on_the_seed_and_nothing_else():
 def test_a_model_of_another_family_is_refused_with_the_reason(name, why):
     with pytest.raises(ConfigError, match=f"{name} cannot be run for real.*{why}"):
         DecoderConfig.of(model_shape(name))
+
+
+def test_a_model_with_several_attention_groups_is_refused_unless_its_release_keeps_every_token(tmp_path):
+    """One window layer and one that sees everything: two block tables a request in vLLM since 0.10, one before."""
+    values = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 128, "torch_dtype": "float32",
+        "max_position_embeddings": 256, "tie_word_embeddings": True, "sliding_window": 16, "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    path = tmp_path / "hybrid.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    scenario = Scenario(
+        model=str(path),
+        workload={"workload": "uniform", "input_tokens": 40, "output_tokens": 4, "num_requests": 2, "rate": 1.0},
+        engine={"num_gpu_blocks_override": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+        run={"executor": "torch", "device": "cpu"},
+    )
+    with pytest.raises(ConfigError, match=r"hybrid has 2 attention groups.*use engine_version 0\.9\.2"):
+        run_scenario(scenario)
+    assert run_scenario(scenario.with_(engine_version="0.9.2")).summary["finished"] == 2
 
 
 def test_an_unknown_rotary_scaling_is_refused():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset
+from gpu.executor import TorchExecutor
 from gpu.metering import allocation_meter
 from gpu.readings import StepReading
 from gpu.real_engine import RealEngine, RealSettings
@@ -16,6 +18,7 @@ from sim.catalog.models import model_shape
 from sim.core.clock import to_fs
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
+from sim.core.plan import StepPlan, StepResult
 from sim.core.request import RequestSpec
 from sim.costs import FixedCost
 from sim.world.run import run_world
@@ -84,9 +87,32 @@ def test_ten_thousand_steps_under_pressure_leak_nothing(cuda_device):
         reserved.append(torch.cuda.memory_reserved())
 
     engine = RealEngine(RealSettings(shape=model_shape("llama-3.1-8b"), device=cuda_device), requests, on_step=on_step)
+    meter = allocation_meter(cuda_device)
+
+    class Metered:
+        """Counts allocator calls of pure decode steps, moves of blocks apart, once everything has been used for the first time."""
+
+        def __init__(self, inner: TorchExecutor) -> None:
+            self.inner = inner
+
+        def execute(self, plan: StepPlan) -> StepResult:
+            moves = plan.copies or plan.swap_outs or plan.swap_ins
+            if plan.step < 1000 or plan.shape.prefill or moves:
+                return self.inner.execute(plan)
+            with meter:
+                return self.inner.execute(plan)
+
+        def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+            self.inner.close(releases)
+
     configured, policy = preset("vllm-v1")(config)
     record = run_world(
-        configured, FixedCost(1.0), requests, executor=engine.executor, policy=policy, max_concurrency=64
+        configured,
+        FixedCost(1.0),
+        requests,
+        executor=lambda core: Metered(engine.executor(core)),
+        policy=policy,
+        max_concurrency=64,
     )
     (executor,) = engine.executors
     assert len(readings) >= 10_000
@@ -94,4 +120,6 @@ def test_ten_thousand_steps_under_pressure_leak_nothing(cuda_device):
     assert all(request.outcome is not None for request in record.requests)
     assert executor.leaked_blocks == 0
     assert executor.report()["fallbacks"] == []
+    assert meter.allocations == 0
+    assert sum(executor.report()["graphs"]["replays"].values()) > 5000
     assert max(reserved[1000:]) == min(reserved[1000:]), "what torch has reserved must not grow after the warm-up"

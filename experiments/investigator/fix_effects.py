@@ -116,3 +116,44 @@ def fewer(case: Case, name: str, now: int | None, least: int) -> Iterator[Fix]:
         effect_tokens=gained,
         basis=f"ledger: what a lower peak leaves to the KV pool, {after.kv_tokens:,} instead of {before.kv_tokens:,} tokens",
     )
+
+
+def fewer_at_once(case: Case) -> Iterator[Fix]:
+    """As many sequences as the pool holds of the longest that was seen: the others wait instead of taking blocks from each other."""
+    requests, log, ledger = case.requests, case.log, ledger_with(case)
+    pool = (log.account.get("kv_tokens") if log else None) or (case.known.num_gpu_blocks or 0) * (
+        case.known.block_size or 16
+    )
+    pool = pool or (ledger.kv_tokens if ledger is not None else 0)
+    if requests is None or not requests.largest_use or not pool:
+        return
+    seqs = int(pool // requests.largest_use)
+    over = requests.max_running * requests.largest_use - pool
+    if seqs < 1 or requests.max_running <= seqs:
+        return
+    each = case.known.kv_bytes_per_token
+    yield Fix(
+        change=f"{flag(case, 'max_num_seqs')} {seqs}",
+        effect_gib=None if each is None else over * each / GIB,
+        effect_tokens=round(over),
+        basis=f"{seqs} requests of {requests.largest_use:,} tokens fill the pool of {pool:,.0f}; {requests.max_running} ran at once: "
+        "so much less is asked of it",
+    )
+
+
+def separate_prefill(case: Case) -> Iterator[Fix]:
+    """Prefill on engines of its own: a step of the others has a token a sequence, and what its peak leaves goes to the pool."""
+    known = case.known
+    seqs = known.max_num_seqs or 256
+    before, after = ledger_with(case), ledger_with(case, max_num_batched_tokens=seqs)
+    if before is None or after is None:
+        return
+    gained = after.kv_tokens - before.kv_tokens
+    if gained * after.kv_bytes_per_token < _WORTH_A_CHANGE:
+        return
+    yield Fix(
+        change=f"prefill and decode on separate engines; {flag(case, 'max_num_batched_tokens')} {seqs} on those that decode",
+        effect_gib=gained * after.kv_bytes_per_token / GIB,
+        effect_tokens=gained,
+        basis=f"ledger: steps of {seqs} instead of {before.max_num_batched_tokens:,} tokens",
+    )

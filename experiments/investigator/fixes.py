@@ -12,29 +12,27 @@ from dataclasses import replace
 
 from .case import Candidate, Case
 from .diagnosis import Cause, Fix, Phase
-from .fix_effects import fewer, flag, ledger_with, less_utilization, line_bytes, tokens_in, tokens_lost
+from .fix_effects import (
+    fewer,
+    fewer_at_once,
+    flag,
+    ledger_with,
+    less_utilization,
+    line_bytes,
+    separate_prefill,
+    tokens_in,
+    tokens_lost,
+)
 from .fix_texts import TEXTS
+from .fixes_allocator import THE_ALLOCATOR_S, allocator, fragmentation, pending
 from .sizes import GIB, MIB, show
 
 
 def fixes_for(case: Case, verdict: Candidate) -> tuple[Fix, ...]:
     """Fixes of one verdict, the most direct first; settings of the allocator by what the replay of a snapshot shows."""
-    replayed = tuple(_allocator(case)) if verdict.cause in _THE_ALLOCATOR_S else ()
+    replayed = tuple(allocator(case)) if verdict.cause in THE_ALLOCATOR_S else ()
     named = {fix.change for fix in replayed}
     return (*replayed, *(fix for fix in _by_cause(case, verdict) if fix.change not in named))
-
-
-_THE_ALLOCATOR_S = (Cause.FRAGMENTATION, Cause.PENDING_FREES, Cause.RESERVED_ONLY)
-
-
-def _allocator(case: Case) -> Iterator[Fix]:
-    """Settings under which the snapshot's own history would have gone better."""
-    runs = case.allocator
-    if runs is None:
-        return
-    for conf, run, why in runs.helpful():
-        gained = runs.tried_bytes or runs.recorded.replayed.reserved_bytes - run.replayed.reserved_bytes
-        yield Fix(change=f"PYTORCH_ALLOC_CONF={conf}", effect_gib=gained / GIB, basis=why)
 
 
 def _by_cause(case: Case, verdict: Candidate) -> tuple[Fix, ...]:
@@ -98,6 +96,8 @@ def _peak(case: Case, verdict: Candidate) -> Iterator[Fix]:
             known.max_num_batched_tokens or (8192 if known.shape else None),
             256,
         )
+    if case.phase is Phase.PREFILL:
+        yield from separate_prefill(case)
     if case.oom is not None:
         yield from less_utilization(case)
 
@@ -207,34 +207,11 @@ def _kv(case: Case, verdict: Candidate) -> Iterator[Fix]:
             basis="the automatic size ignores the device",
         )
     else:
+        yield from fewer_at_once(case)
         yield Fix(
             change="an admission limit on tokens (--max-num-seqs, --max-num-queued-reqs), so that waiting replaces failing",
             basis="the load is more than the pool holds",
         )
-
-
-def _fragmentation(case: Case, verdict: Candidate) -> Iterator[Fix]:
-    if case.allocator is not None and case.allocator.tried_bytes is not None:
-        yield from less_utilization(case)  # what the settings do was replayed
-        return
-    spare = case.oom.unallocated if case.oom else None
-    yield Fix(
-        change="PYTORCH_ALLOC_CONF=expandable_segments:True",
-        effect_gib=spare.gib if spare else None,
-        basis="at most all that is reserved and unallocated becomes usable",
-    )
-    yield from less_utilization(case)
-
-
-def _pending(case: Case, verdict: Candidate) -> Iterator[Fix]:
-    tried = case.oom.tried if case.oom else None
-    yield Fix(
-        change="retry the allocation once after torch.cuda.synchronize()",
-        effect_gib=tried.gib if tried else None,
-        basis="replayed: with the pool searched again after the wait it fits"
-        if case.allocator is not None and case.allocator.retry_fits
-        else "the frees have completed by then",
-    )
 
 
 def _others(case: Case, verdict: Candidate) -> Iterator[Fix]:
@@ -271,8 +248,8 @@ _FIXES: dict[Cause, Callable[[Case, Candidate], Iterator[Fix]]] = {
     Cause.CUDA_GRAPHS: _graphs,
     Cause.WEIGHTS: _weights,
     Cause.KV_CAPACITY: _kv,
-    Cause.FRAGMENTATION: _fragmentation,
-    Cause.PENDING_FREES: _pending,
+    Cause.FRAGMENTATION: fragmentation,
+    Cause.PENDING_FREES: pending,
     Cause.OTHER_PROCESS: _others,
     Cause.NON_TORCH: lambda case, verdict: less_utilization(case),
 }

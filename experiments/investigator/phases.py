@@ -54,7 +54,7 @@ _FUNCTIONS: tuple[tuple[Phase, str], ...] = (
     ),
     (
         Phase.SAMPLING,
-        r"\b\w*prompt_logprobs?\w*|\bcompute_logits\b|\bcompute_logprobs\b|\bgather_logprobs\b|"
+        r"\b\w*prompt_logprobs?\w*|\bcompute_logits\b|\b_get_logits\b|\blogits_processor\.py\b|\bcompute_logprobs\b|\bgather_logprobs\b|"
         r"\bapply_top_k_top_p\b|\btopk_topp_sampler\b|\brejection_sampl\w*|\bsampler?\.py\b|\bsample_tokens\b|"
         r"\b_sample\b|\bapply_penalties\b",
     ),
@@ -137,7 +137,7 @@ _WORDS: tuple[tuple[Phase, str], ...] = (
     (Phase.DECODE, r"\bdecod(?:e|ing)\b(?<!speculative decoding)"),
     (
         Phase.SERVING,
-        r"at run ?time|(?<![.\w])runtime\b(?!\.)|\bserving\b|\bgenerat(?:e|ion|ing)\b|max_new_tokens|under (?:\w+ )?(?:load|"
+        r"at run ?time|(?<![.\w])runtime\b(?!\.| error)|\bserving\b|\bgenerat(?:e|ion|ing)\b|max_new_tokens|under (?:\w+ )?(?:load|"
         r"stress|traffic)|after (?:\w+ )?(?:minutes|hours|days)|concurrent requests|speculative decoding|in "
         r"production",
     ),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from .case import Candidate, Case, Excluded, Verdict
 from .diagnosis import Cause, Phase
 from .fix_effects import ledger_with, line_bytes
+from .rules_snapshot import by_snapshot
 from .sizes import GIB, MIB, show
 
 _SNAPSHOT = (
@@ -19,6 +20,8 @@ _SNAPSHOT = (
 )
 _ORDINARY_SLACK = 0.004
 """Share of the GPU that is always reserved and unused: ends of segments, cached small blocks."""
+_MUCH_SLACK = 0.03
+"""More than this is not what an ordinary load leaves."""
 _OTHERS = (
     r"(?<!used by )(?:another|other|second|two|multiple|several)\W+(?:[\w.]+\W+){0,3}?process(?:es)?|shared GPU|"
     r"co-?locat\w+|other (?:users|jobs)"
@@ -42,12 +45,14 @@ def fragmentation(case: Case) -> Iterator[Verdict]:
         return
     facts = case.snapshot
     if facts is not None:
-        yield from _by_snapshot(tried.bytes, facts.pending, facts.largest_inactive)
+        yield from by_snapshot(tried.bytes, facts.pending, facts.largest_inactive)
         return
     whole = case.total_bytes or oom.reserved_bytes or spare.bytes
     share = spare.bytes / whole
     score = min(0.75, max(0.05, 0.8 * (share - _ORDINARY_SLACK) / 0.016))
-    if tried.bytes <= 20 * MIB:
+    if share > _MUCH_SLACK:
+        score = min(0.88, 0.75 + 2 * (share - _MUCH_SLACK))  # no kind of load leaves so much behind
+    if tried.bytes <= 20 * MIB and share <= _MUCH_SLACK:
         score *= 0.4  # any small request asks for such a segment once its pool is full
     sentence = f"{spare} are reserved but unallocated, more than the {tried} tried ({share:.1%} of {show(whole)})"
     if score < 0.25:
@@ -63,63 +68,6 @@ def fragmentation(case: Case) -> Iterator[Verdict]:
     yield Candidate(
         cause=Cause.PENDING_FREES, score=0.4 * score, evidence=(waits,), phase=Phase.SERVING, record=(_SNAPSHOT,)
     )
-
-
-def _by_snapshot(tried: float, pending: int, largest: int) -> Iterator[Verdict]:
-    if pending >= tried:
-        sentence = f"{show(pending)} are freed and wait for another stream, at least the {show(tried)} tried: an identical retry succeeds"
-        yield Candidate(cause=Cause.PENDING_FREES, score=0.92, evidence=(sentence,), phase=Phase.SERVING)
-        yield Excluded(cause=Cause.FRAGMENTATION, why="the memory is not in pieces, it is not given back yet")
-    elif largest >= tried:
-        yield Excluded(
-            cause=Cause.FRAGMENTATION,
-            why=f"the largest free block has {show(largest)}, enough for the {show(tried)} tried",
-        )
-    else:
-        sentence = f"the largest free block has {show(largest)}, less than the {show(tried)} tried"
-        yield Candidate(cause=Cause.FRAGMENTATION, score=0.9, evidence=(sentence,), phase=Phase.SERVING)
-        yield Excluded(cause=Cause.PENDING_FREES, why=f"only {show(pending)} wait for another stream")
-
-
-def by_replay(case: Case) -> Iterator[Verdict]:
-    """The snapshot's own history under other settings of the allocator: had one of them room, memory was there, in pieces."""
-    runs = case.allocator
-    if runs is None or runs.tried_bytes is None or case.snapshot is None or case.snapshot.pending >= runs.tried_bytes:
-        return
-    if runs.retry_fits:
-        sentence = f"replayed: searched again when frees that waited were done, the pool has room for the {show(runs.tried_bytes)}"
-        yield Candidate(cause=Cause.PENDING_FREES, score=0.9, evidence=(sentence,), phase=Phase.SERVING)
-        return
-    helpful = runs.helpful()
-    if not helpful:
-        tried = ", ".join(conf for conf, _ in runs.others)
-        why = f"replayed: under none of {tried} has the {show(runs.tried_bytes)} room"
-        yield Excluded(cause=Cause.FRAGMENTATION, why=why)
-        return
-    sentence = f"replayed: under {helpful[0][0]} the same program has room for the {show(runs.tried_bytes)}: memory was there, in pieces"
-    yield Candidate(cause=Cause.FRAGMENTATION, score=0.88, evidence=(sentence,), phase=Phase.SERVING)
-
-
-def snapshot_state(case: Case) -> Iterator[Verdict]:
-    """A snapshot without a failure: who holds the memory at that moment."""
-    facts = case.snapshot
-    if facts is None or case.oom is not None or not facts.reserved:
-        return
-    shown = (
-        f"{show(facts.reserved)} reserved: {show(facts.allocated)} allocated, {show(facts.inactive)} free "
-        f"(largest block {show(facts.largest_inactive)}), {show(facts.pending)} waiting for a stream, "
-        f"{show(facts.private_free)} free in private pools"
-    )
-    if facts.inactive > max(0.3 * facts.reserved, 256 * MIB):
-        yield Candidate(
-            cause=Cause.RESERVED_ONLY,
-            score=0.6,
-            evidence=(shown,),
-            phase=Phase.AFTER_RELEASE,
-            effect_bytes=facts.inactive,
-        )
-    else:
-        yield Excluded(cause=Cause.RESERVED_ONLY, why=shown)
 
 
 def private_pools(case: Case) -> Iterator[Verdict]:

@@ -76,3 +76,24 @@ def released(case: Case) -> Iterator[Verdict]:
             evidence=(sentence,),
             record=("allocated memory over several rounds of release and use: a leak rises every round",),
         )
+
+
+_GROWS = (
+    r"memory leak(?! detected)|(?:memory|VRAM|usage)(?: \w+){0,3} (?:grow|increas|creep|climb|ris)\w*(?: \w+){0,2} "
+    r"(?:over time|steadily|slowly|until|every|each|with (?:each|every|the))|(?:steady|steadily|slow(?:ly)?|constant(?:ly)?)(?: \w+){0,2} "
+    r"(?:grow|increas)\w*"
+)
+
+
+def said_to_grow(case: Case) -> Iterator[Verdict]:
+    """A report that says in words that memory grows as time passes. Only words: a curve would show it."""
+    sign = case.says(_GROWS)
+    if not sign or case.curve is not None or not (case.oom or case.speaks_of_oom):
+        return
+    yield Candidate(
+        cause=Cause.LEAK,
+        score=0.5,
+        evidence=(f"the text says “{sign}”",),
+        phase=Phase.AFTER_RELEASE,
+        record=("allocated and reserved memory over hours, with idle moments: a leak's base line rises",),
+    )

@@ -166,3 +166,24 @@ def fixed_size(case: Case) -> Iterator[Verdict]:
         evidence=(f"{why}, asked for after the static pool took its share",),
         phase=Phase.START_UP,
     )
+
+
+_FALLBACK = (
+    r"_scaled_dot_product_attention_math|sdpa_math|\beager_attention_forward|(?:falls?|falling|fell) back to (?:the )?(?:math|eager|naive|"
+    r"plain|native|torch)\w*(?: \w+)? ?(?:SDPA|attention)?|using (?:naive|math|eager) attention|attn_implementation[=:\s'\"]+eager"
+)
+
+
+def fallback_names(case: Case) -> Iterator[Verdict]:
+    """Kernels, or words, that say that attention ran without a fused kernel: scores are then written out."""
+    sign = case.says(_FALLBACK)
+    if not sign or case.phase in (Phase.LOADING, Phase.GRAPH_CAPTURE) or not (case.oom or case.speaks_of_oom):
+        return
+    sentence = f"“{sign}”: attention without a fused kernel holds [heads, S, S] scores, which grow with the square of the prompt"
+    yield Candidate(
+        cause=Cause.KERNEL_FALLBACK,
+        score=0.7,
+        detail="attention scores [heads, S, S] in memory",
+        evidence=(sentence,),
+        phase=Phase.PREFILL,
+    )

@@ -8,6 +8,7 @@ be they mappings with PyTorch's own names or objects with the names of `sim.memo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,8 @@ class SnapshotFacts:
     """What was tried in the last failure of the recorded history; None when there is none."""
     oom_free: int | None = None
     """Free on the device at that moment."""
+    oom_frame: str = ""
+    """Where it was asked for, as a frame of a traceback; empty when that was not recorded."""
 
     @property
     def oom_message(self) -> OomMessage | None:
@@ -77,8 +80,8 @@ def snapshot_facts(snapshot: Any) -> SnapshotFacts:
             kind = _kind(str(_get(block, "state")), private)
             total[kind] += held
             largest = max(largest, held if kind == "inactive" else 0)
-    tried, free = _last_oom(snapshot)
-    return SnapshotFacts(largest_inactive=largest, oom_bytes=tried, oom_free=free, **total)
+    tried, free, frame = _last_oom(snapshot)
+    return SnapshotFacts(largest_inactive=largest, oom_bytes=tried, oom_free=free, oom_frame=frame, **total)
 
 
 def _kind(state: str, private: bool) -> str:
@@ -89,14 +92,26 @@ def _kind(state: str, private: bool) -> str:
     return "private_free" if private else "inactive"
 
 
-def _last_oom(snapshot: Any) -> tuple[int | None, int | None]:
-    """Size and free memory of the last `oom` entry of the history."""
+def _last_oom(snapshot: Any) -> tuple[int | None, int | None, str]:
+    """Size, free memory and place of the last `oom` entry of the history."""
     for trace in _get(snapshot, "device_traces", "traces") or ():
         for entry in reversed(list(trace)):
             if _get(entry, "action") == "oom":
                 free = _get(entry, "device_free", "device_free_bytes", "addr")
-                return int(_get(entry, "size", "size_bytes") or 0), None if free is None else int(free)
-    return None, None
+                return int(_get(entry, "size", "size_bytes") or 0), None if free is None else int(free), _frames(entry)
+    return None, None, ""
+
+
+def _frames(entry: Any) -> str:
+    """The stack of an entry as a traceback has it, outermost first; its reader may have kept the innermost frame only."""
+    frames = _get(entry, "frames")
+    if frames:
+        return "\n".join(
+            f'  File "{_get(frame, "filename")}", line {_get(frame, "line") or 0}, in {_get(frame, "name")}'
+            for frame in reversed(list(frames))
+        )
+    match = re.fullmatch(r"(?P<file>.+):(?P<line>\d+) (?P<name>\S+)", str(_get(entry, "tag") or ""))
+    return f'  File "{match["file"]}", line {match["line"]}, in {match["name"]}' if match else ""
 
 
 def _get(item: Any, *names: str) -> Any:

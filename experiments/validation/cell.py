@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .scenarios import SmallScenario
 from .worlds import changed_answers, first_difference, preset, reference_answers, replay, run_for_real
+
+TOLERANCES = {"weights": 0.0, "kv_cache": 0.001}
+"""Share by which the device may take more or less than the account says: the pool has two scales a layer, which nobody counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ def check_cell(scenario: SmallScenario, name: str, device: str, reference: dict[
         real.leaked_blocks and f"{real.leaked_blocks} blocks leaked",
         real.fallbacks and f"{real.fallbacks} calls fell back: {real.report['fallbacks']}",
     ]
+    problems += account_errors(scenario, real.report["bytes"])
     found = [problem for problem in problems if problem]
     return Cell(
         **where,
@@ -75,3 +80,21 @@ def check_cell(scenario: SmallScenario, name: str, device: str, reference: dict[
             "swapped_out_blocks": real.report["swapped_out_blocks"],
         },
     )
+
+
+def account_errors(scenario: SmallScenario, measured: Mapping[str, int]) -> list[str]:
+    """Where the account is off from what the device really took, by more than `TOLERANCES` allow; in sentences with numbers.
+
+    Predicted with the ledger's own functions: weights, and KV bytes of a token times the tokens of the pool, NO_BLOCK included.
+    """
+    shape, engine = scenario.shape, scenario.engine
+    tokens = (engine.num_gpu_blocks + 1) * engine.block_size
+    predicted = {
+        "weights": shape.weight_bytes(shape.dtype),
+        "kv_cache": shape.kv_bytes_per_token("auto", dtype=shape.dtype) * tokens,
+    }
+    return [
+        f"the account of {name} is {predicted[name]:,} B and the device took {measured[name]:,} B, {error:+.2%} (allowed: {allowed:.2%})"
+        for name, allowed in TOLERANCES.items()
+        if abs(error := measured[name] / predicted[name] - 1) > allowed
+    ]

@@ -6,6 +6,7 @@ as ignored, so that nobody believes it was obeyed), or a mistake (an error with 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -104,6 +105,11 @@ _VALUED: dict[str, Callable[[str], Setting]] = {
     "--max-num-batched-tokens": _integer(1),
     "--scheduling-policy": _choice("fcfs", "priority"),
     "--watermark": _watermark,
+    "--max-num-queued-reqs": _integer(0),
+    "--max-num-queued-tokens": _integer(0),
+    "--max-loras": _integer(1),
+    "--max-lora-rank": _integer(1),
+    "--speculative-config": str,
     "--seed": _integer(0),
 }
 _SWITCHES = (
@@ -112,6 +118,7 @@ _SWITCHES = (
     "--enforce-eager",
     "--scheduler-reserve-full-isl",
     "--async-scheduling",
+    "--enable-lora",
 )
 _RENAMED = {"data_parallel_size": "replicas", "scheduler_reserve_full_isl": "reserve_full_prompt"}
 _SHORT = {
@@ -127,10 +134,10 @@ _IGNORED_WITH_VALUE = (
     "--download-dir", "--load-format", "--chat-template", "--max-log-len", "--uvicorn-log-level",
     "--tool-call-parser", "--reasoning-parser", "--generation-config", "--hf-overrides", "--limit-mm-per-prompt",
     "--max-logprobs", "--distributed-executor-backend", "--swap-space", "--cpu-offload-gb", "--kv-offloading-size",
-    "--kv-offloading-backend", "--kv-transfer-config", "--speculative-config", "--compilation-config",
-    "--prefix-caching-hash-algo", "--max-num-scheduled-tokens", "--max-num-active-seqs", "--max-num-queued-reqs",
-    "--max-num-queued-tokens", "--long-prefill-token-threshold", "--stream-interval", "--scheduler-cls",
-    "--max-cudagraph-capture-size", "--optimization-level", "--lora-modules", "--max-loras", "--max-lora-rank",
+    "--kv-offloading-backend", "--kv-transfer-config", "--compilation-config",
+    "--prefix-caching-hash-algo", "--max-num-scheduled-tokens", "--max-num-active-seqs",
+    "--long-prefill-token-threshold", "--stream-interval", "--scheduler-cls",
+    "--max-cudagraph-capture-size", "--optimization-level", "--lora-modules",
     "--rope-scaling", "--rope-theta", "--config-format", "--override-generation-config", "--max-seq-len-to-capture",
     "--max-parallel-loading-workers", "--api-server-count", "--data-parallel-backend", "--attention-backend",
     "--performance-mode", "--num-scheduler-steps", "--guided-decoding-backend", "--task", "--runner",
@@ -138,7 +145,7 @@ _IGNORED_WITH_VALUE = (
 )
 _IGNORED_SWITCHES = (
     "-O", "--trust-remote-code", "--disable-log-requests", "--enable-log-requests", "--disable-log-stats",
-    "--enable-auto-tool-choice", "--enable-lora", "--enable-expert-parallel",
+    "--enable-auto-tool-choice", "--enable-expert-parallel",
     "--disable-custom-all-reduce", "--enable-sleep-mode", "--skip-tokenizer-init", "--use-v2-block-manager",
     "--enable-reasoning", "--disable-frontend-multiprocessing", "--enable-prompt-tokens-details",
     "--calculate-kv-scales", "--language-model-only", "--disable-sliding-window", "--enable-force-include-usage",
@@ -190,7 +197,64 @@ def parse_vllm_args(text: str) -> VllmArgs:
             raise ConfigError(
                 f"vLLM arguments: {flag!r} belongs to no flag; the model comes first, then flags that begin with --"
             )
+    _settle_adapters(settings, ignored)
+    _settle_drafts(settings, ignored)
     return VllmArgs(settings=settings, ignored=ignored)
+
+
+def _settle_adapters(settings: dict[str, Setting], ignored: list[str]) -> None:
+    """Slots for adapters, with vLLM's numbers where none are given; without `--enable-lora` there are none, whatever else is said."""
+    enabled = settings.pop("enable_lora", None)
+    given = {name: settings.pop(name, None) for name in ("max_loras", "max_lora_rank")}
+    if enabled:
+        settings["max_loras"] = given["max_loras"] or 1
+        settings["max_lora_rank"] = given["max_lora_rank"] or 16
+        return
+    if enabled is not None:
+        ignored.append("--no-enable-lora")
+    ignored += [f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None]
+
+
+def _settle_drafts(settings: dict[str, Setting], ignored: list[str]) -> None:
+    """The draft model and tokens of `--speculative-config`, as far as memory depends on them. A draft that the catalogue does not
+    have is reported, and its weights are in no account.
+
+    Raises ConfigError where it is no JSON object, or a number in it is none.
+    """
+    text = settings.pop("speculative_config", None)
+    if text is None:
+        return
+    try:
+        config = json.loads(str(text))
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"vLLM arguments: --speculative-config is {text!r}; a JSON object such as "
+            '{"model": "llama-3.2-1b", "num_speculative_tokens": 3} was expected'
+        )
+    for name in ("num_speculative_tokens", "draft_tensor_parallel_size"):
+        if name in config:
+            value = config.pop(name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(
+                    f"vLLM arguments: --speculative-config {name} is {value!r}; it must be a whole number of at least 1"
+                )
+            settings[name] = value
+    draft = config.get("model")
+    if isinstance(draft, str) and _known_model(draft):
+        settings["speculative_model"] = config.pop("model")
+    ignored += [f"--speculative-config.{name} {value}" for name, value in config.items()]
+
+
+def _known_model(name: str) -> bool:
+    from .models import model_shape
+
+    try:
+        model_shape(name)
+    except ConfigError:
+        return False
+    return True
 
 
 def _canonical(flag: str) -> str:

@@ -26,6 +26,26 @@ class Rejection:
     """When trying again can help; None when it never can."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferral:
+    """Why the head of the queue cannot start now, whatever room there is: those behind it may go first (see `deferral`)."""
+
+    reason: str
+    """For counting: `lora_slots`, `remote_kv`, …"""
+    why: str
+    """For the client, if it comes to that: a clause with the numbers."""
+    give_up_after_s: float
+    """It is sent away when it has been deferred for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Displacement:
+    """An arrival may enter, in the place of queued requests that are less important."""
+
+    victims: tuple[tuple[str, Rejection], ...]
+    """Who has to go, and what it is told; requests that wait and have never run (`EngineView.is_queued`)."""
+
+
 class Admission(Protocol):
     """An admission policy: a filter on arrivals and a gate before the batch. It may look, at the view, and not touch."""
 
@@ -33,14 +53,20 @@ class Admission(Protocol):
     """True if, while requests only decode, the pool only gets fuller and time only passes, `may_start` never turns from no to
     anything else. The engine then leaps over steps in which the queue stands still; otherwise it asks again at every step."""
 
-    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
-        """Judge an arrival; None lets it into the queue. Counts of requests and tokens are exact here, free blocks are not."""
+    may_defer: bool
+    """True if `may_start` may answer with a Deferral."""
+
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | Displacement | None:
+        """Judge an arrival; None lets it into the queue, a Displacement too, in the place of others. Counts of requests and tokens
+        are exact here, free blocks are not.
+        """
         ...
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Whether the head of the queue, which would take `need_blocks` from the free queue, may start now.
 
-        False leaves it, and everyone behind it, in the queue; a Rejection sends it away.
+        False leaves it, and everyone behind it, in the queue; a Rejection sends it away; a Deferral (see `deferral`, and set
+        `may_defer`) sets it aside, and those behind it may go first.
         """
         ...
 
@@ -61,12 +87,13 @@ class AdmissionBase:
     """Lets everybody in; a policy overrides what it cares about."""
 
     steady = True
+    may_defer = False
 
-    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | Displacement | None:
         """Everybody may queue."""
         return None
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Everybody may start."""
         return True
 
@@ -87,18 +114,22 @@ class Every(AdmissionBase):
     def __init__(self, policies: Sequence[Admission]) -> None:
         self.policies = tuple(policies)
         self.steady = all(policy.steady for policy in policies)
+        self.may_defer = any(policy.may_defer for policy in policies)
 
-    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
-        """The first rejection."""
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | Displacement | None:
+        """The first rejection; else all who have to go for it."""
+        victims: dict[str, Rejection] = {}
         for position, policy in enumerate(self.policies):
             said = policy.arrive(spec, view)
-            if said is not None:
+            if isinstance(said, Rejection):
                 for agreed in self.policies[:position]:
                     agreed.withdraw(spec, view)
                 return said
-        return None
+            if said is not None:
+                victims |= said.victims
+        return Displacement(tuple(victims.items())) if victims else None
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """The first objection."""
         for policy in self.policies:
             said = policy.may_start(request, need_blocks, view)
@@ -151,8 +182,8 @@ class CanEverFit(AdmissionBase):
                 code="exceeds_kv_pool",
                 http_status=413,
                 reason=(
-                    f"{spec.input_tokens} prompt + {output_tokens} output tokens need {need} KV blocks of {config.block_size} tokens, "
-                    f"but the whole pool has {config.num_gpu_blocks} ({config.num_gpu_blocks * config.block_size} tokens)"
+                    f"{spec.input_tokens} prompt + {output_tokens} output tokens need {need} KV blocks{_kinds(config)}, "
+                    f"but the whole pool has {config.num_gpu_blocks}{_in_tokens(config)}"
                 ),
             )
         return None
@@ -167,7 +198,7 @@ class FreeBlocks(AdmissionBase):
     def __init__(self, watermark_blocks: int = 0) -> None:
         self._watermark_blocks = watermark_blocks
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Compare the need with what is free."""
         spare = self._watermark_blocks if view.num_running else 0
         return need_blocks + spare <= view.num_free_blocks
@@ -176,3 +207,13 @@ class FreeBlocks(AdmissionBase):
 def default_admission(config: EngineConfig) -> Admission:
     """What vLLM V1 does, plus the early verdict on what can never fit."""
     return Every([CanEverFit(config), FreeBlocks(config.watermark_blocks)])
+
+
+def _kinds(config: EngineConfig) -> str:
+    if config.kv_groups:
+        return f" in {len(config.kv_groups)} attention groups"
+    return f" of {config.block_size} tokens"
+
+
+def _in_tokens(config: EngineConfig) -> str:
+    return "" if config.kv_groups else f" ({config.num_gpu_blocks * config.block_size} tokens)"

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from .eviction import EVICTIONS
+from .eviction import EVICTIONS, RetentionQueue
 from .prefix import PrefixIndex
+from .retention import Course
 
 NO_BLOCK = 0
 """Stands in a block table for a block that slid out of the attention window; never allocated."""
@@ -50,6 +51,8 @@ class BlockPool:
             int, list[tuple[list[int], float]]
         ] = {}  # fence -> blocks that become free when it has passed
         self._quarantined: set[int] = set()
+        self._read_by: dict[int, int] = {}  # blocks that a copy reads -> the fence behind which it has read them
+        self._reads: dict[int, tuple[list[int], list[int]]] = {}  # fence -> those blocks, and those of them set aside
         self._released_by: dict[int, str] = {}
         self.num_free = num_blocks
         """Blocks that can be allocated now, cached ones included."""
@@ -156,24 +159,85 @@ class BlockPool:
             released_by[block_id] = by
             if not ref_cnt[block_id]:
                 idle.append(block_id)
-        if fence is None:
+        if fence is not None:
+            self._wait(idle, fence, worth)
+        elif self._read_by:
+            for block_id in idle:
+                if block_id in self._read_by:
+                    self._wait([block_id], self._read_by[block_id], worth)
+            self._queue([block_id for block_id in idle if block_id not in self._read_by], worth)
+        else:
             self._queue(idle, worth)
-        elif idle:
-            self._fences.setdefault(fence, []).append((idle, worth))
-            self._quarantined.update(idle)
+
+    def read(self, block_ids: Sequence[int], fence: int) -> None:
+        """A copy reads these blocks, free or held, until `fence` has passed; before that nobody is given them to write (I9).
+
+        Free ones wait in quarantine and keep their places in the free queue; held ones wait there if they are released before. No block
+        may be read by two copies at once.
+        """
+        aside = [block_id for block_id in block_ids if not self.ref_cnt(block_id)]
+        self._read_by.update(dict.fromkeys(block_ids, fence))
+        self._reads[fence] = (list(block_ids), aside)
+        self._freed.set_aside(aside)
+        self.num_free -= len(aside)
+        self.num_cached -= sum(map(self.index.block_ids.__contains__, aside))
+        self._quarantined.update(aside)
+
+    @property
+    def num_set_aside(self) -> int:
+        """Free blocks that wait for a copy to read them."""
+        return sum(len(aside) for _, aside in self._reads.values())
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether a block that was used before can be allocated."""
+        return block_id in self._freed
+
+    def is_read(self, block_id: int) -> bool:
+        """Whether a copy reads a block."""
+        return block_id in self._read_by
+
+    def _wait(self, block_ids: list[int], fence: int, worth: float) -> None:
+        if block_ids:
+            self._fences.setdefault(fence, []).append((block_ids, worth))
+            self._quarantined.update(block_ids)
 
     def pass_fence(self, fence: int) -> None:
         """The last reader behind `fence` is done: its blocks join the free queue. Unknown fences are ignored."""
+        read, aside = self._reads.pop(fence, ([], []))
+        for block_id in read:
+            del self._read_by[block_id]
+        if aside:
+            self._quarantined.difference_update(aside)
+            self._freed.put_back(aside)
+            self.num_free += len(aside)
+            self.num_cached += sum(map(self.index.block_ids.__contains__, aside))
         for blocks, worth in self._fences.pop(fence, []):
             self._quarantined.difference_update(blocks)
             self._queue(blocks, worth)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Drop the keys of blocks whose content was never computed."""
-        for block_id in list(block_ids):
-            if block_id in self._freed and block_id in self.index:
+        known = [block_id for block_id in dict.fromkeys(block_ids) if block_id in self.index]
+        for block_id in known:
+            if block_id in self._freed:
                 self.num_cached -= 1
             self.index.drop(block_id)
+        if known:
+            self._freed.forgotten(known)
+
+    def tick(self, now_fs: int) -> None:
+        """It is this time now; what is taken and given back next, is taken and given back now."""
+        self._freed.tick(now_fs)
+
+    def retain(self, block_ids: Sequence[int], courses: Iterable[Course]) -> None:
+        """Blocks that are about to be released are to be kept like this. Only for the eviction order `retention`."""
+        assert isinstance(self._freed, RetentionQueue)
+        self._freed.retain(block_ids, courses)
+
+    @property
+    def order_changes(self) -> bool:
+        """Whether the order in which free blocks are taken will change when time merely passes."""
+        return isinstance(self._freed, RetentionQueue) and self._freed.num_expiring > 0
 
     def drop_cached(self) -> int:
         """Forget the content of every free block; returns how many had any."""

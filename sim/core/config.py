@@ -56,6 +56,11 @@ class EngineConfig:
     """Tokens that may be scheduled and not yet done, as the pool was sized for; never taken as less than one step's budget."""
     num_cpu_blocks: int = 0
     """Blocks of the CPU pool that swapped requests are saved to."""
+    num_cpu_prefix_blocks: int = 0
+    """Blocks of CPU memory for prefixes that may go from the device; a pool of its own, beside `num_cpu_blocks`."""
+    cpu_prefix_mode: str = "write_through"
+    """When prefix blocks are saved there: `write_through`, as soon as they are full, or `write_back`, when they are about to be
+    evicted."""
     watermark: float = 0.0
     """Share of the pool that admission leaves free for the growth of running requests; waived when nothing runs."""
 
@@ -71,6 +76,7 @@ class EngineConfig:
         self._check_groups()
         if self.num_cpu_blocks < 0:
             raise ConfigError(f"num_cpu_blocks is {self.num_cpu_blocks}; it must be at least 0")
+        self._check_tier()
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}; it is a share of the pool, at least 0 and below 1")
         if self.scheduling_policy not in ("fcfs", "priority"):
@@ -84,6 +90,37 @@ class EngineConfig:
             raise ConfigError(
                 f"without chunked prefill a whole prompt must fit in one step: max_num_batched_tokens ({self.max_num_batched_tokens}) "
                 f"must be at least max_model_len ({self.max_model_len}), or enable chunked prefill"
+            )
+
+    def _check_tier(self) -> None:
+        if self.num_cpu_prefix_blocks < 0:
+            raise ConfigError(f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks}; it must be at least 0")
+        if self.cpu_prefix_mode not in ("write_through", "write_back"):
+            raise ConfigError(
+                f"cpu_prefix_mode is {self.cpu_prefix_mode!r}; known are write_through (save what is full) and write_back (save "
+                "what is about to be evicted)"
+            )
+        if not self.num_cpu_prefix_blocks:
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigError(
+                f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks}, but without prefix caching no block is ever looked for again; "
+                "enable prefix caching, or leave the CPU prefix tier out"
+            )
+        if self.sliding_window is not None:
+            raise ConfigError(
+                f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks}, but with a sliding window ({self.sliding_window} tokens) the head "
+                "of a prefix is not kept; the CPU prefix tier is for full attention"
+            )
+        if self.kv_groups:
+            raise ConfigError(
+                f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks}, but the model has {len(self.kv_groups)} attention groups, whose "
+                "prefixes end in different places; the CPU prefix tier is for one kind of layer"
+            )
+        if self.async_scheduling:
+            raise ConfigError(
+                f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks} and async_scheduling is on: this version does not plan copies "
+                "ahead of the step under way; leave one of them out"
             )
 
     @property

@@ -46,13 +46,23 @@ class Draft:
     """`(request_id, (device block, CPU block) pairs)` to save before anything is written."""
     swap_ins: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     """`(request_id, (CPU block, device block) pairs)` to restore before they are read."""
+    to_cpu: list[str] = field(default_factory=list)
+    """Requests that go on on the CPU executor."""
     unservable: list[tuple[Request, str]] = field(default_factory=list)
     """Requests that outgrew the whole pool, with the reason."""
     turned_away: list[tuple[Request, Rejection]] = field(default_factory=list)
     """Queued requests that the admission policy rejected when their turn came."""
     released: list[tuple[str, list[int]]] = field(default_factory=list)
+    resting: set[int] = field(default_factory=set)
+    """Running requests that take no part in the step, by admission order."""
+    prompt_budget: int = 1 << 62
+    """Prompt tokens that the step may still take."""
+    prompts_left: int = 1 << 62
+    """Prompts that it may still take."""
+    turn_left: int = 0
+    """Steps, this one included, that belong to the decodes whoever comes."""
     blocks_come: bool = False
-    """Whether a running request was left out because the blocks it lacks come back with the step under way."""
+    """Whether a running request was left out because the blocks it lacks come back with the step under way, or when they are saved."""
 
     @property
     def short(self) -> bool:

@@ -6,6 +6,7 @@ The core never sleeps, reads a clock or draws a random number; the same calls gi
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 from .admission import Rejection
@@ -16,6 +17,7 @@ from .draft import Draft, Share
 from .groups import tables_of
 from .lag import Lag, ends_by_length
 from .log import Decisions, DecisionSink
+from .offload import Load, Offload, Save
 from .plan import ScheduledRequest, StepPlan, StepResult
 from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
@@ -80,12 +82,17 @@ class EngineCore:
         self._admission = policy.admission(config)
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
         self._pressure = Pressure(self._scheduler, policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
+        self._offload = self._scheduler.offload
+        self._passed: list[tuple[int, bool]] = []
+        self._copies: tuple[tuple[Save, ...], tuple[Load, ...]] | None = None
         self._lag = Lag(self._scheduler) if config.async_scheduling else None
-        self._requests: dict[str, Request] = {}
+        self._requests = self._scheduler.requests
         self._next_seq = 0
         self._step = 0
         self._sink = decision_sink
         self._decisions = Decisions()
+        self._slid: list[tuple[str, list[int]]] = []
+        """What slid out of windows in the later steps of the latest plan."""
         self._plan: StepPlan | None = None
         self._draft: Draft | None = None
         self._leaving: list[Request] = []
@@ -103,9 +110,22 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the system that do not run: queued, swapped, or to start as a copy of another one."""
+        """Requests in the system that do not run: queued, swapped, loading their prefix, or to start as a copy of another one."""
         scheduler = self._scheduler
-        return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held + scheduler.num_unseen
+        loading = 0 if self._offload is None else len(self._offload.loading)
+        held = scheduler.families.num_held + scheduler.num_unseen + loading
+        return len(scheduler.waiting) + len(scheduler.swapped) + held
+
+    @property
+    def num_waiting_by_reason(self) -> dict[str, int]:
+        """Of `num_waiting`, those that wait for `capacity`, and those that were set aside, by reason (see `deferral`)."""
+        aside = {} if self._scheduler.aside is None else self._scheduler.aside.by_reason()
+        return {"capacity": self.num_waiting - sum(aside.values()), **aside}
+
+    @property
+    def wake_fs(self) -> int | None:
+        """When to plan again though nothing happens until then: somebody who was set aside must be sent away. None if nobody was."""
+        return None if self._scheduler.aside is None else self._scheduler.aside.wake_fs
 
     @property
     def num_unfinished(self) -> int:
@@ -147,11 +167,22 @@ class EngineCore:
         return self._scheduler.prefix_hit_tokens
 
     @property
+    def offload(self) -> Offload | None:
+        """The CPU prefix tier and its copies, if there is one."""
+        return self._offload
+
+    @property
+    def cpu_hit_tokens(self) -> int:
+        """Prompt tokens that were not found in the prefix cache, and loaded from the CPU tier."""
+        return 0 if self._offload is None else self._offload.hit_tokens
+
+    @property
     def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet. Blocks that were
         shared by a fork since then, and given back, it never knew of.
         """
-        releases = [(request_id, tuple(blocks)) for request_id, blocks in self._decisions.released]
+        given = (*self._slid, *self._decisions.released)
+        releases = [(request_id, tuple(blocks)) for request_id, blocks in given]
         for child, _, table in self._decisions.forked:
             untold = (child, tuple(block_id for block_id in table if block_id))
             if table and untold in releases:
@@ -193,10 +224,12 @@ class EngineCore:
         )
         request.target_tokens = min(request.target_tokens, self.config.max_model_len)
         self._next_seq += 1
-        rejection = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
-        if rejection is not None:
-            self._reject(request, rejection, now_fs)
+        said = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
+        if isinstance(said, Rejection):
+            self._reject(request, said, now_fs)
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
+        for victim_id, rejection in said.victims if said is not None else ():
+            self._displace(self._requests[victim_id], rejection, now_fs)
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
         if spec.forking is not None and self._scheduler.families.join(request):
@@ -206,7 +239,8 @@ class EngineCore:
         else:
             became_head = self._scheduler.waiting.add(request)
         may_start = became_head and self._scheduler.num_slots_taken < self.config.max_num_seqs
-        return Arrived(request, may_start or (became_head and self._pressure.watches_queue), may_start)
+        changes = may_start or said is not None or (became_head and self._pressure.watches_queue)
+        return Arrived(request, changes, may_start)
 
     def abort(
         self, request_id: str, now_fs: int, outcome: Outcome = Outcome.ABORTED, reason: str = "the client went away"
@@ -234,9 +268,16 @@ class EngineCore:
         elif request.state is State.SWAPPED:
             self._scheduler.drop_swapped(request)
             self._end(request, outcome, reason, now_fs)
+        elif request.state is State.ON_CPU:
+            assert self._scheduler.cpu_server is not None
+            self._scheduler.cpu_server.leave(request, now_fs)
+            self._end(request, outcome, reason, now_fs)
         elif self._plan is not None:
             request.abort_fs = now_fs
             self._leaving.append(request)
+        elif request.state is State.LOADING:
+            self._drop_loading(request, now_fs)
+            self._end(request, outcome, reason, now_fs)
         else:
             self._retire(request, now_fs)
             self._end(request, outcome, reason, now_fs)
@@ -257,6 +298,9 @@ class EngineCore:
         after_pause = lag is not None and not lag.busy
         if lag is not None:
             lag.look_back(now_fs)
+        self.pool.tick(now_fs)
+        self.wake(now_fs)
+        completed = None if self._offload is None else self._offload.take_completed()
         moved, relief = self._pressure.climb(now_fs)
         self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
         self._note(relief, now_fs)
@@ -270,12 +314,20 @@ class EngineCore:
                     after_pause = True
                     self._catch_up(lag, now_fs)
                     continue
-                self._assert_progress()
-                return None
+                break
+        if self._offload is not None and completed is not None:
+            self._begin_copies(self._offload, completed, draft)
+        if not (draft.shares or (draft.decode and len(scheduler.decode)) or self._copies):
+            self._assert_progress()
+            return None
         room = self._pressure.blocks_until_change()
         if lag is not None and (after_pause or lag.has_news):
             room = None
+        if room is not None and self._offload is not None:
+            room = self._offload.blocks_until_save(room)
         step, shape = self._step, shape_of(draft, scheduler, self._decisions)
+        if scheduler.knobs.passes > 1:
+            shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
             repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
@@ -284,16 +336,21 @@ class EngineCore:
             copies=tuple(self._decisions.copied),
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
+            slid=tuple((request_id, tuple(blocks)) for request_id, blocks in self._slid),
+            saves=self._copies[0] if self._copies else (),
+            loads=self._copies[1] if self._copies else (),
+            to_cpu=tuple(self._decisions.to_cpu),
             releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
             forks=tuple(self._decisions.forked),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
             scheduled=lambda ahead: self._scheduled(step, ahead),
         )
-        self._plan, self._draft = plan, draft
+        self._plan, self._draft, self._slid = plan, draft, []
         if self._sink is not None:
             self._log(self._step, now_fs, draft.decode_blocks, self._decisions)
         self._decisions = Decisions()
+        self._copies = None
         for request in lag.planned(now_fs) if lag is not None else ():
             self._learn(request, now_fs)
         return plan
@@ -323,6 +380,8 @@ class EngineCore:
             slots = self._slots_filled(request, request.num_computed_tokens)
             request.token_fs += slots * total_fs
             written += slots
+        if self._offload is not None:
+            written += sum(request.num_computed_tokens for request in self._offload.loading)
         decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
         first_gap_fs = None
         if members:
@@ -330,16 +389,25 @@ class EngineCore:
             first_gap_fs = first_end_fs - decode.last_end_fs
             decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
         self._step += result.steps
+        scheduler.steps_done += result.steps
         self._plan = self._draft = None
         if result.oom is not None:
             scheduler.take_back(draft, now_fs)
             draft.shares = {}
+        if self._offload is not None:
+            for fence, done in self._passed:
+                self._offload.pass_fence(fence, now_fs, done=done)
+            self._passed = []
         lag = self._lag if result.oom is None else None
         if lag is not None:
             for request in lag.committed(plan.start_fs + result.durations.before_fs(result.steps - 1)):
                 self._discard_share(draft, request)
                 self._learn(request, now_fs)
         for request in self._leaving:
+            if request.state is State.LOADING:
+                self._drop_loading(request, now_fs)
+                self._end_left(request, now_fs)
+                continue
             if lag is not None:
                 self._leave_late(draft, request, members > 0, now_fs)
                 continue
@@ -347,12 +415,7 @@ class EngineCore:
             got_token = request.decoding and members > 0 and result.oom is None
             self._retire(request, now_fs)
             request.num_tokens -= got_token  # the token of the last step was never delivered
-            self._end(
-                request,
-                request.outcome or Outcome.ABORTED,
-                request.reason,
-                now_fs if request.abort_fs is None else request.abort_fs,
-            )
+            self._end_left(request, now_fs)
         self._leaving = []
         self._advance_shares(draft, now_fs)
         if scheduler.families:
@@ -371,6 +434,8 @@ class EngineCore:
             self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
         if self._lag is not None and result.oom is not None:
             self._catch_up(self._lag, now_fs)  # what was planned ahead of a step that failed is void
+        if plan.shape.num_tokens:
+            self._pressure.note_workspace(result.workspace_share)
         if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
             victim, reason = hopeless
             self._retire(victim, now_fs)
@@ -383,6 +448,60 @@ class EngineCore:
         """Token slots that `tokens` tokens of a request fill; what it gave back while it ran counts no more."""
         decode = self._scheduler.decode
         return tokens * decode.slots_per_token - (len(request.table) - request.held_blocks) * decode.slots_per_block
+
+    def pass_fence(self, fence: int, now_fs: int, *, done: bool = True) -> None:
+        """A copy that a plan began has ended, or failed (`done` is False: what it was to bring is computed instead). The next decision
+        may differ because of it, so a stretch under way must be cut; while a plan is out nothing moves before its commit.
+
+        Raises KeyError for a fence that no copy under way has.
+        """
+        if self._offload is None or not self._offload.is_under_way(fence):
+            raise KeyError(f"fence {fence} has passed, but no copy under way has it")
+        if self._plan is not None:
+            self._passed.append((fence, done))
+        else:
+            self._offload.pass_fence(fence, now_fs, done=done)
+
+    def next_wake_fs(self, now_fs: int) -> int | None:
+        """When `wake` is to be called: the next request on the CPU executor has all its tokens, or may go back to an idle device; or an
+        idle engine has to plan again (`wake_fs`).
+        """
+        server = self._scheduler.cpu_server
+        times = [self.wake_fs]
+        if server is not None and server.serving:
+            times += [server.next_end_fs, self._pressure.cpu_held_until_fs()]
+        return min((time_fs for time_fs in times if time_fs is not None and time_fs > now_fs), default=None)
+
+    def wake(self, now_fs: int) -> None:
+        """Time has passed for the CPU executor: who has all tokens there has finished. The next decision may differ."""
+        server = self._scheduler.cpu_server
+        for request in server.finished(now_fs) if server is not None and server.serving else ():
+            assert request.last_token_fs is not None
+            self._finish(request, False, request.last_token_fs)
+
+    @property
+    def watches_workspace(self) -> bool:
+        """Whether a decision depends on how much memory steps need."""
+        return self._pressure.watches_workspace
+
+    @property
+    def cpu_tokens(self) -> int | None:
+        """Tokens that the CPU executor produced; None without one."""
+        server = self._scheduler.cpu_server
+        return None if server is None else server.tokens
+
+    @property
+    def idle_holdings(self) -> tuple[int, int, int]:
+        """Owned blocks, token slots in all tables, and those of them that are filled: what is held while no plan is out."""
+        scheduler = self._scheduler
+        filled = sum(self._slots_filled(request, scheduler.decode.computed(request)) for request in scheduler.holders())
+        return self.pool.num_owned, scheduler.holdings.table_blocks * scheduler.decode.slots_per_block, filled
+
+    def idled(self, duration_fs: int) -> None:
+        """So much time has passed since `plan` answered that there was nothing to do, for the accounts of those who run."""
+        for request in self._scheduler.running.values():
+            slots = self._slots_filled(request, self._scheduler.decode.computed(request))
+            request.token_fs += slots * duration_fs
 
     def close(self, now_fs: int) -> None:
         """The run is over: log what was decided after the last step."""
@@ -409,6 +528,7 @@ class EngineCore:
         decisions.copied += draft.copies
         decisions.swapped_out += draft.swap_outs
         decisions.swapped_in += draft.swap_ins
+        decisions.to_cpu += draft.to_cpu
         self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
         self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
         for request, rejection in draft.turned_away:
@@ -422,8 +542,29 @@ class EngineCore:
             else:
                 self._learn(request, now_fs, holds=False)
 
+    def _begin_copies(self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft) -> None:
+        """Settle what the plan saves and loads; nothing is saved while a running request waits for blocks that are being saved."""
+        saves = () if draft.blocks_come else offload.save(completed)
+        if draft.blocks_come:
+            offload.put_off(completed)
+        loads, offload.new_loads = tuple(offload.new_loads), []
+        self._copies = (saves, loads) if saves or loads else None
+        self._decisions.saved += [list(pairs) for _, pairs in saves]
+        self._decisions.loaded += [(request_id, list(pairs)) for request_id, _, pairs in loads]
+
+    def _drop_loading(self, request: Request, now_fs: int) -> None:
+        assert self._offload is not None
+        self._offload.drop(request, request.outcome.value if request.outcome else "aborted", now_fs)
+
+    def _end_left(self, request: Request, now_fs: int) -> None:
+        """A client left while a step was out."""
+        ended_fs = now_fs if request.abort_fs is None else request.abort_fs
+        self._end(request, request.outcome or Outcome.ABORTED, request.reason, ended_fs)
+
     def _assert_progress(self) -> None:
-        if self.num_waiting and not self.num_running and not self.pool.num_quarantined:
+        if self._offload is not None and self._offload.in_flight:
+            return
+        if self.wake_fs is None and self.num_waiting and not self.num_running and not self.pool.num_quarantined:
             head = self._scheduler.swapped[0] if self._scheduler.swapped else self._scheduler.waiting.head()
             assert head is not None
             raise ProgressError(
@@ -461,8 +602,10 @@ class EngineCore:
             took, at, slid = {}, ahead, []
             if self._sink is None or ahead in changing:
                 elapsed_fs = before_fs(ahead)
+                self.pool.tick(plan.start_fs + elapsed_fs)
                 slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
                 took = growth.grow(ahead, plan.start_fs + elapsed_fs)
+                self._slid += slid
                 usage.append((ahead, self.pool.num_owned))
                 table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
                 emptied.append(emptied[-1] + sum(len(blocks) for _, blocks in slid) * slots_per_block)
@@ -515,12 +658,13 @@ class EngineCore:
                 decisions.released.append((child.request_id, fork.released))
             if fork.started:
                 decisions.admitted.append(child.request_id)
-            shared = tuple(child.table.blocks) if fork.shares else ()
-            decisions.forked.append((child.request_id, fork.source.request_id, shared))
+            decisions.forked.append((child.request_id, fork.source.request_id, fork.shared))
 
     def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         lag = self._lag
-        if lag is None:
+        if request.state is State.ON_CPU:
+            pass  # it holds nothing any more
+        elif lag is None:
             self._retire(request, now_fs)
         else:
             lag.ended(request, foreseen=not stopped and ends_by_length(request, self.config.max_model_len))
@@ -598,6 +742,17 @@ class EngineCore:
         request.retry_after_s = rejection.retry_after_s
         self._end(request, Outcome.REJECTED, rejection.reason, now_fs)
         self._decisions.rejected.append((request.request_id, rejection.reason))
+
+    def _displace(self, victim: Request, rejection: Rejection, now_fs: int) -> None:
+        """Send a queued request away, in whose place a more important one has come."""
+        if self._lag is None or not self._lag.busy:
+            self._scheduler.waiting.discard(victim)
+            self._reject(victim, rejection, now_fs)
+            return
+        victim.finish_reason, victim.retry_after_s = rejection.code, rejection.retry_after_s
+        self._tell(victim, Outcome.REJECTED, rejection.reason, now_fs)
+        self._decisions.rejected.append((victim.request_id, rejection.reason))
+        self._lag.ended(victim, foreseen=False)
 
     def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
         self._forget(request)

@@ -34,8 +34,9 @@ class Fork:
     source: Request
     started: bool = False
     """Whether it was held, and runs now."""
-    shares: bool = False
-    """Whether it has the source's blocks now; otherwise it waits, and will have to find or compute them again."""
+    shared: tuple[int, ...] = ()
+    """The source's blocks, which it has now too (a later fork of the same step may give it others); empty if it waits, and will have to
+    find or compute them again."""
     released: list[int] | None = None
     """Blocks that it gave back for that; None if it had none."""
 
@@ -235,7 +236,7 @@ class Families:
         cap = scheduler.knobs.cap_new
         if cap is not None and not scheduler.knobs.spares(child.spec.priority):
             cap_output(scheduler, child, cap, "cap_new")
-        return Fork(child, source, started=True, shares=True)
+        return Fork(child, source, started=True, shared=tuple(child.table.blocks))
 
     def _follow(self, child: Request, source: Request, now_fs: int) -> Fork:
         """A sequence goes on as a copy of another one."""
@@ -258,7 +259,8 @@ class Families:
         if child.last_token_fs is not None and child.last_token_fs < now_fs:
             child.other_gaps_fs.append(now_fs - child.last_token_fs)
         child.last_token_fs = now_fs
-        return Fork(child, source, shares=released is not None, released=released)
+        shared = () if released is None else tuple(child.table.blocks)
+        return Fork(child, source, shared=shared, released=released)
 
     def _copy_content(self, child: Request, source: Request) -> None:
         """The child is made of the source's tokens now; its own keys begin with the block that they part in."""

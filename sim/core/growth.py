@@ -42,9 +42,9 @@ class Growth:
         """By how much the number of owned blocks grows in steps 1 to `ahead` from now."""
         return sum(self.decode.num_needing_block(step) for step in range(1, ahead + 1))
 
-    def steps_that_fit(self, free_blocks: int, limit: int, *, never_emptier: bool) -> int:
+    def steps_that_fit(self, free_blocks: int, limit: int, *, never_emptier: bool, before_taking: bool = False) -> int:
         """How many of the steps 1, 2, … from now, at most `limit`, can be given blocks from `free_blocks`, and, if `never_emptier`,
-        leave the pool no emptier than it is now.
+        leave the pool no emptier than it is now; with `before_taking`, not even between what slides and what is taken.
         """
         return self.decode.steps_that_fit(free_blocks, 1, limit)
 
@@ -67,7 +67,9 @@ class Growth:
         return grown
 
     def tables_in(self, ahead: int) -> Callable[[Request], Tables]:
-        """The tables that running requests will have `ahead` steps from now, if they decode until then."""
+        """The tables that running requests will have `ahead` steps from now, if they decode until then. Where the order of eviction depends
+        on the time, the blocks taken until then may be others, as many.
+        """
         needing = [request.order for step in range(1, ahead + 1) for request in self.decode.needing_block(step)]
         future: dict[int, list[int]] = {}
         for order, block_id in zip(needing, self.holdings.pool.peek(len(needing)), strict=True):
@@ -110,7 +112,7 @@ class GroupGrowth(Growth):
         ref_cnt = self.holdings.pool.ref_cnt
         return taken - private - sum(times == ref_cnt(block_id) for block_id, times in given.items())
 
-    def steps_that_fit(self, free_blocks: int, limit: int, *, never_emptier: bool) -> int:
+    def steps_that_fit(self, free_blocks: int, limit: int, *, never_emptier: bool, before_taking: bool = False) -> int:
         """At least a prefix of the steps that fit; a stretch may be shorter than it could be, never longer.
 
         In `slots_per_block` steps, a turn, each member takes the same number of blocks. A window gives one back for each that its
@@ -124,8 +126,9 @@ class GroupGrowth(Growth):
         if never_emptier:
             balance = 0
             for step in range(min(turn, limit)):  # later turns take no less and give no more than the first
-                balance += taken[step] - possible[step]
-                if balance < 0:
+                lowest = balance - possible[step]
+                balance = lowest + taken[step]
+                if (lowest if before_taking else balance) < 0:
                     limit = step
                     break
         deepest = used = 0

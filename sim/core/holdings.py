@@ -6,14 +6,19 @@ The scheduler decides who gets and who gives; here the tables, the prefix index 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from .blocks import NO_BLOCK
 from .config import EngineConfig
 from .draft import Draft
 from .ladder import Knobs
 from .request import Request
+from .retention import Retention, courses
 from .sharing import SharingMeter
 from .tables import BlockTables
+
+if TYPE_CHECKING:
+    from .offload import Offload
 
 
 class Holdings:
@@ -31,6 +36,10 @@ class Holdings:
         """Whether requests give blocks back while they run."""
         self.table_blocks = 0
         """Entries in all block tables; a shared block counts once a holder."""
+        self.retention: tuple[Retention, ...] | None = None
+        """What of every request is to be kept; None if the eviction order does not ask."""
+        self.offload: Offload | None = None
+        """The CPU prefix tier, if there is one."""
 
     def hold(self, request: Request, change: int, now_fs: int) -> None:
         """Account for `change` blocks added to a request's table (or, when negative, given back)."""
@@ -68,7 +77,27 @@ class Holdings:
         self.sharing.leave(request, now_fs)
         self.hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
+        if self.retention is not None:
+            self._retain(request, self.retention, now_fs)
         return self.tables.release(request.table, f"{request.request_id} ({why})", worth=-float(request.spec.priority))
+
+    def _retain(self, request: Request, retention: tuple[Retention, ...], now_fs: int) -> None:
+        """Say how long the blocks that a request gives back are to be kept."""
+        self.pool.tick(now_fs)
+        ranges = (*request.spec.retention, *retention)
+        for group, table in zip(self.config.groups, request.table.groups, strict=True):
+            kept = courses(ranges, request.spec.input_tokens, len(table), group.block_size, now_fs)
+            self.pool.retain(table.blocks, kept)
+
+    def release_unwritten(self, request: Request, written: int, why: str, fence: int, now_fs: int) -> None:
+        """Give back all blocks of a request, of which a copy still writes those after the first `written`."""
+        by, worth = f"{request.request_id} ({why})", -float(request.spec.priority)
+        self.sharing.leave(request, now_fs)
+        self.hold(request, -request.held_blocks, now_fs)
+        request.num_registered = 0
+        blocks, request.table.blocks = request.table.blocks, []
+        self.pool.release(blocks[written:], by, fence)
+        self.pool.release(blocks[:written], by, worth=worth)
 
     def find(self, request: Request) -> list[int]:
         """Blocks with the longest cached prefix of a waiting request.
@@ -77,10 +106,14 @@ class Holdings:
         """
         if not self.reuses(request):
             return []
+        return self.tables.find(request.keys.keys(0, self.findable_blocks(request)))
+
+    def findable_blocks(self, request: Request) -> int:
+        """Leading blocks of a waiting request that may have been computed before, without the last token's."""
         stop = (request.num_tokens - 1) // self.config.block_size
         if not request.num_preemptions and not request.computed_high:
             stop = min(stop, request.keys.num_shared)  # its private blocks have never been computed
-        return self.tables.find(request.keys.keys(0, stop))
+        return stop
 
     def reuses(self, request: Request) -> bool:
         """Whether a request takes part in the prefix cache."""
@@ -106,8 +139,11 @@ class Holdings:
         start = request.num_registered
         if start < stop:
             keys = self.tables.keys(request.keys.keys(start, stop), start)
-            self.pool.index.add(self.tables.between(request.table, start, stop), keys)
+            blocks = self.tables.between(request.table, start, stop)
+            self.pool.index.add(blocks, keys)
             request.num_registered = stop
+            if self.offload is not None:
+                self.offload.note(blocks, keys)
 
     def forget_private(self, request: Request) -> None:
         """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for."""
@@ -116,6 +152,8 @@ class Holdings:
             first = min(request.keys.num_shared, stop)
             private = self.tables.keys(request.keys.keys(first, stop), first)
             self.pool.forget(block_id for key in private for block_id in self.pool.index.find([key]))
+            if self.offload is not None:
+                self.offload.forget(request, private)
 
     def prompt_blocks(self, request: Request, hits: list[int]) -> int:
         """Blocks that the whole of a waiting request takes from the free queue, beyond its hits."""

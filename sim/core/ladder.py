@@ -19,6 +19,7 @@ SIGNALS: dict[str, str] = {
     "shortage": "blocks that the decoding requests will lack within the next two blocks' worth of steps, as a share of the pool",
     "queue_s": "seconds that the oldest waiting request has waited",
     "preemptions": "preemptions within the last 64 decode steps",
+    "workspace": "share of the memory left for steps that the latest step needed; such a ladder looks at every step",
     "oom": "out-of-memory events since the rung was last off",
 }
 """Pressure signals by name."""
@@ -28,11 +29,14 @@ ACTIONS: dict[str, str] = {
     "no_reuse": "new requests neither look up nor leave anything in the prefix cache",
     "pause_admission": "nobody below the guard is admitted",
     "shrink_step": "a step computes at most a part of its token budget",
+    "micro_batch": "a step is computed in several forward passes, each with a part of the temporary memory",
     "cap_new": "requests below the guard that start now get fewer output tokens",
     "cap_running": "running requests below the guard get fewer output tokens",
+    "offload_cache": "cached blocks that nobody holds are saved to the CPU prefix tier",
     "swap_out": "running requests below the guard are saved to the CPU pool until usage falls",
     "pause": "running requests below the guard give up their blocks until usage falls, saved or to be recomputed",
     "truncate": "running requests below the guard keep their first block and a window of their context",
+    "run_on_cpu": "running requests below the guard go on on the CPU executor until usage falls, and come back when the rung is off",
     "shed": "waiting requests below the guard are sent away with a time to come back",
 }
 """What a rung can do, by name, and what its users see."""
@@ -53,8 +57,8 @@ class Rung:
     hold_s: float = 1.0
     """Shortest time it stays on."""
     value: float = 0.0
-    """What the action is measured by: the share of the token budget (`shrink_step`), output tokens (`cap_new`, `cap_running`),
-    context tokens kept (`truncate`), the usage to fall to (`swap_out`, `pause`)."""
+    """What the action is measured by: the share of the token budget (`shrink_step`), passes (`micro_batch`, at least 2), output tokens
+    (`cap_new`, `cap_running`), context tokens kept (`truncate`), the usage to fall to (`swap_out`, `pause`, `run_on_cpu`)."""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -65,7 +69,9 @@ class Rung:
             raise ConfigError(
                 f"rung {self.action} goes off below {self.off}, above where it goes on ({self.on}): it would flutter"
             )
-        needs_value = {"shrink_step", "cap_new", "cap_running", "truncate", "swap_out", "pause"}
+        if self.action == "micro_batch" and (self.value < 2 or self.value != int(self.value)):
+            raise ConfigError(f"rung micro_batch needs a whole number of passes, at least 2, not {self.value:g}")
+        needs_value = {"shrink_step", "cap_new", "cap_running", "truncate", "swap_out", "pause", "run_on_cpu"}
         if self.action in needs_value and self.value <= 0:
             raise ConfigError(f"rung {self.action} needs a value above 0, has {self.value:g}")
 
@@ -106,6 +112,8 @@ class Knobs:
     """Off: nobody below the guard starts or comes back while anything runs."""
     step_share: float = 1.0
     """Share of the token budget a step may use."""
+    passes: int = 1
+    """Forward passes of a step."""
     cap_new: int | None = None
     """Output tokens that a request below the guard may produce, if it starts now."""
     shed_after_s: float | None = None
@@ -133,6 +141,20 @@ class Ladder:
         self._states = [_State() for _ in config.rungs]
         self._preemption_clocks: list[int] = []
         self._ooms = 0
+        self.workspace_share = 0.0
+        """Share of the workspace that the latest step needed."""
+
+    @property
+    def watches_workspace(self) -> bool:
+        """Whether a rung's signal is what steps need."""
+        return any(rung.signal == "workspace" for rung in self.config.rungs)
+
+    def holds_until_fs(self, action: str) -> int | None:
+        """When the rung of this action may go off at the earliest; None if it is not on."""
+        for rung, state in zip(self.config.rungs, self._states, strict=True):
+            if rung.action == action and state.on:
+                return state.since_fs + to_fs(rung.hold_s)
+        return None
 
     @property
     def active(self) -> list[Rung]:
@@ -179,7 +201,7 @@ class Ladder:
                 room = min(room, int(rung.on * view.num_blocks) - 1 - view.num_owned_blocks)
             elif rung.signal == "shortage":
                 room = min(room, view.num_free_blocks - view.blocks_needed_soon - 1)
-            elif rung.signal == "preemptions" and self._preemption_clocks:
+            elif rung.signal == "workspace" or (rung.signal == "preemptions" and self._preemption_clocks):
                 return None
         return room if room >= 0 else None
 
@@ -193,6 +215,8 @@ class Ladder:
         if name == "preemptions":
             self._preemption_clocks = [clock for clock in self._preemption_clocks if view.decode_clock - clock < 64]
             return len(self._preemption_clocks)
+        if name == "workspace":
+            return self.workspace_share
         return self._ooms
 
     def _turn_knobs(self) -> None:
@@ -200,11 +224,12 @@ class Ladder:
         knobs.reuse = "no_reuse" not in active
         knobs.admit_below_guard = not active.keys() & {"pause_admission", "pause", "swap_out"}
         knobs.step_share = active["shrink_step"].value if "shrink_step" in active else 1.0
+        knobs.passes = int(active["micro_batch"].value) if "micro_batch" in active else 1
         knobs.cap_new = int(active["cap_new"].value) if "cap_new" in active else None
         knobs.shed_after_s = active["shed"].off if "shed" in active else None
 
 
-def check_ladder(config: LadderConfig, *, swap: bool) -> None:
+def check_ladder(config: LadderConfig, *, swap: bool, tier: bool = False, cpu: bool = False) -> None:
     """Refuse a ladder that the engine cannot carry out. Raises ConfigError with the reason."""
     actions: Sequence[str] = [rung.action for rung in config.rungs]
     for action in actions:
@@ -212,3 +237,9 @@ def check_ladder(config: LadderConfig, *, swap: bool) -> None:
             raise ConfigError(f"the ladder has {action} twice; a rung of each kind is enough")
     if "swap_out" in actions and not swap:
         raise ConfigError("the ladder has swap_out, but there is no CPU pool to save to: set num_cpu_blocks and swap")
+    if "offload_cache" in actions and not tier:
+        raise ConfigError(
+            "the ladder has offload_cache, but there is no CPU prefix tier to save to: set num_cpu_prefix_blocks"
+        )
+    if "run_on_cpu" in actions and not cpu:
+        raise ConfigError("the ladder has run_on_cpu, but there is no CPU executor: set cpu_token_s and num_cpu_blocks")

@@ -23,10 +23,16 @@ class Decisions:
     admitted: list[str] = field(default_factory=list)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     ladder: list[tuple[str, str]] = field(default_factory=list)
+    saved: list[list[tuple[int, int]]] = field(default_factory=list)
+    loaded: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
+    to_cpu: list[str] = field(default_factory=list)
 
     def entry(self, step: int, scheduled: list[tuple[str, int, list[int]]]) -> dict[str, object]:
-        """The log entry of `step`; keys and order are those of the decision-log format, and `forked` when something was."""
-        forked = {"forked": [(child, source) for child, source, _ in self.forked]} if self.forked else {}
+        """The log entry of `step`; keys and order are those of the decision-log format, with `forked`, `saved`, `loaded` and `to_cpu`
+        when something was.
+        """
+        forked = [(child, source) for child, source, _ in self.forked]
+        seldom = {"forked": forked, "saved": self.saved, "loaded": self.loaded, "to_cpu": self.to_cpu}
         return {
             "step": step,
             "scheduled": scheduled,
@@ -38,7 +44,7 @@ class Decisions:
             "admitted": self.admitted,
             "rejected": self.rejected,
             "ladder": self.ladder,
-            **forked,
+            **{what: decisions for what, decisions in seldom.items() if decisions},
         }
 
     @property

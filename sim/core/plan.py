@@ -34,6 +34,9 @@ class BatchShape:
     after_pause: bool = False
     """Whether nothing was under way when the step was planned: the host's work before it is hidden behind no other step."""
 
+    passes: int = 1
+    """In how many forward passes the step is computed, each with a part of its tokens; at most as many as it has tokens."""
+
     def later(self, steps: int) -> BatchShape:
         """The shape of the same decode step `steps` repetitions later."""
         longest = self.decode_max_context_tokens
@@ -42,6 +45,40 @@ class BatchShape:
             decode_context_tokens=self.decode_context_tokens + steps * self.decode_seqs,
             decode_max_context_tokens=longest + steps if longest else 0,
         )
+
+    def split(self) -> tuple[BatchShape, ...]:
+        """Its passes, each a step of one pass: nearly equal numbers of tokens, decodes first, then prompts in their order.
+
+        Sizes, not identities: contexts of decodes are shared out evenly. Copies and swaps come before the first pass.
+
+        >>> [part.num_tokens for part in BatchShape(prefill=((7, 0),), decode_seqs=4, passes=3).split()]
+        [4, 4, 3]
+        """
+        if self.passes == 1:
+            return (self,)
+        decodes, context, rest = self.decode_seqs, self.decode_context_tokens, list(self.prefill)
+        ends, left, made = self.sampled_seqs - self.decode_seqs, self.num_tokens, []
+        for index in range(self.passes):
+            room = -(-left // (self.passes - index))
+            left -= room
+            seqs = min(room, decodes)
+            share = context * seqs // decodes if seqs else 0
+            chunks, whole = _taken(rest, room - seqs)
+            sampled = max(0, min(ends, whole)) if left else ends
+            ends, decodes, context = ends - sampled, decodes - seqs, context - share
+            made.append(
+                BatchShape(
+                    prefill=chunks,
+                    decode_seqs=seqs,
+                    decode_context_tokens=share,
+                    decode_max_context_tokens=self.decode_max_context_tokens if seqs else 0,
+                    sampled_seqs=seqs + sampled,
+                    copied_blocks=0 if index else self.copied_blocks,
+                    swapped_blocks=0 if index else self.swapped_blocks,
+                    after_pause=self.after_pause and not index,
+                )
+            )
+        return tuple(made)
 
     @property
     def prefill_tokens(self) -> int:
@@ -52,6 +89,22 @@ class BatchShape:
     def num_tokens(self) -> int:
         """All tokens computed in the step."""
         return self.prefill_tokens + self.decode_seqs
+
+
+def _taken(chunks: list[tuple[int, int]], tokens: int) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Take `tokens` tokens off the front of `chunks`, cutting the last if need be; and how many chunks end with them."""
+    found: list[tuple[int, int]] = []
+    whole = 0
+    while tokens:
+        size, context = chunks.pop(0)
+        taken = min(size, tokens)
+        found.append((taken, context))
+        tokens -= taken
+        if taken < size:
+            chunks.insert(0, (size - taken, context + taken))
+        else:
+            whole += 1
+    return tuple(found), whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +237,8 @@ class ScheduledRequest:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """One step, or `repeat` equal decode steps, decided; everything an executor must do is in here.
+    """One step, or `repeat` equal decode steps, decided; everything an executor must do is in here. A step that computes nothing
+    (`shape.num_tokens` is 0) only begins copies and takes no time.
 
     The blocks of the first step are allocated when the plan is made. Those of later steps of a stretch are allocated
     by `commit`, for the steps that were really done; an executor that runs them asks `scheduled(step)` for the table
@@ -204,6 +258,16 @@ class StepPlan:
     """`(request_id, (device block, CPU block) pairs)` to save to the CPU pool before anything else is done."""
     swap_ins: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
     """`(request_id, (CPU block, device block) pairs)` to restore after the swap-outs and before anything is computed."""
+    slid: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """`(request_id, block_ids)` that slid out of attention windows in the later steps of the previous plan's stretch, in order: the tables
+    of those steps show NO_BLOCK in their place, and others may have been given them since."""
+    saves: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    """`(fence, (device block, CPU block) pairs)` to begin to save to the CPU prefix tier, after all earlier steps; the core hears when
+    they are saved (`EngineCore.pass_fence`), and until then rewrites neither end."""
+    loads: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...] = ()
+    """`(request_id, fence, (CPU block, device block) pairs)` to begin to load from it; nobody uses the blocks before the core has heard."""
+    to_cpu: tuple[str, ...] = ()
+    """Requests among the swap-outs that go on on the CPU executor, until they are swapped in or have all their tokens."""
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
@@ -242,6 +306,8 @@ class StepResult:
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Sampled token ids a request, where a real model ran; empty in a simulation."""
 
+    workspace_share: float | None = None
+    """Share of the memory left for steps that the last of them needed, where the executor knows."""
     oom: OomReport | None = None
     """Set when the last of the steps failed for lack of memory: it took its time and computed nothing."""
 
@@ -268,6 +334,7 @@ class StepResult:
             stopped=self.stopped,
             forked=self.forked,
             tokens=self.tokens,
+            workspace_share=self.workspace_share,
             oom=oom,
         )
 

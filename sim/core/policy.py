@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from .admission import Admission, default_admission
-from .config import EngineConfig
+from .batching import NO_LIMITS, Batching, BatchLimits
+from .config import ConfigError, EngineConfig
+from .cpu_server import CpuExecutor
+from .eviction import EVICTIONS
 from .ladder import LadderConfig
 from .preemption import VictimPolicy, last_admitted, worst_priority
+from .retention import Retention
 from .view import EngineView
 from .waiting import FcfsQueue, WaitingQueue, priority_queue
 
-
-class Batching(Enum):
-    """What may share a step."""
-
-    MIXED = "mixed"
-    """Decodes and prompt chunks together, decodes first (vLLM V1, TensorRT-LLM in-flight batching)."""
-    PREFILL_FIRST = "prefill_first"
-    """While a prompt can start or go on, prompts only; decodes wait (vLLM V0, SGLang, nano-vllm)."""
-    STATIC = "static"
-    """A batch is filled when nothing runs, and then runs to its end."""
+__all__ = ["BatchLimits", "Batching", "Policy", "scheduling_policy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +32,27 @@ class Policy:
     """Who gives way when blocks run out."""
     batching: Batching = Batching.MIXED
     """What may share a step."""
+    limits: BatchLimits = NO_LIMITS
+    """How much of prompts and decodes one step takes."""
     eviction: str = "lru"
     """In which order free blocks are taken, and the prefix cache forgets: one of `eviction.EVICTIONS`."""
+    retention: tuple[Retention, ...] = ()
+    """What of every request is kept for how long, for the eviction `retention`; a request's own ranges go before these."""
     ladder: LadderConfig | None = None
     """Steps of degradation under pressure; None for an engine that only queues, preempts or fails."""
+    cpu_executor: CpuExecutor | None = None
+    """The slow server that the rung `run_on_cpu` of the ladder moves requests to."""
     swap: bool = False
     """Save a victim's blocks to the CPU pool, when it has room, instead of computing them again."""
+
+    def __post_init__(self) -> None:
+        if self.eviction not in EVICTIONS:
+            raise ConfigError(f"eviction is {self.eviction!r}; known are {', '.join(EVICTIONS)}")
+        if self.retention and self.eviction != "retention":
+            raise ConfigError(
+                f"retention gives {len(self.retention)} ranges, but the eviction order {self.eviction} ignores them; set eviction to "
+                "retention, or leave the ranges out"
+            )
 
 
 def scheduling_policy(config: EngineConfig) -> Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .config import ConfigError
 from .draft import Draft
 from .ladder import Ladder, LadderConfig, Rung, check_ladder
 from .plan import BatchShape, OomReport
@@ -20,7 +21,7 @@ class Pressure:
         self._scheduler = scheduler
         self._ladder: Ladder | None = None
         if ladder is not None:
-            check_ladder(ladder, swap=swap)
+            check_ladder(ladder, swap=swap, tier=scheduler.offload is not None, cpu=scheduler.cpu_server is not None)
             self._ladder = Ladder(ladder, scheduler.knobs)
         self._ooms_in_a_row = 0
         self._steps_since_oom = 0
@@ -31,6 +32,27 @@ class Pressure:
     def watches_queue(self) -> bool:
         """Whether a request that merely waits may change a decision."""
         return self._ladder is not None
+
+    @property
+    def watches_workspace(self) -> bool:
+        """Whether a decision depends on how much memory steps need."""
+        return self._ladder is not None and self._ladder.watches_workspace
+
+    def note_workspace(self, share: float | None) -> None:
+        """The latest step needed this share of the workspace. Raises ConfigError if the ladder must know and nobody does."""
+        if not self.watches_workspace:
+            return
+        assert self._ladder is not None
+        if share is None:
+            raise ConfigError(
+                "a rung of the ladder has the signal workspace, but this executor does not say what its steps need: it takes a simulated "
+                "device with a memory limit"
+            )
+        self._ladder.workspace_share = share
+
+    def cpu_held_until_fs(self) -> int | None:
+        """Until when those on the CPU executor stay there at least; None if the rung is off."""
+        return None if self._ladder is None else self._ladder.holds_until_fs("run_on_cpu")
 
     def note_preemptions(self, count: int) -> None:
         """So many running requests have just lost their blocks."""
@@ -56,9 +78,18 @@ class Pressure:
         for rung, on in changes:
             if rung.action == "drop_cache" and on:
                 scheduler.pool.drop_cached()
+            elif rung.action == "offload_cache":
+                assert scheduler.offload is not None  # `check_ladder`
+                scheduler.offload.save_all = on
+            elif rung.action == "run_on_cpu" and not on:
+                assert scheduler.cpu_server is not None  # `check_ladder`
+                scheduler.cpu_server.give_back(now_fs)
         for rung in self._ladder.active:
             if rung.action in ("pause", "swap_out"):
                 pause_running(scheduler, rung.value, rung.action, relief, now_fs)
+            elif rung.action == "run_on_cpu":
+                assert scheduler.cpu_server is not None  # `check_ladder`
+                scheduler.cpu_server.relieve(rung.value, relief, now_fs)
             elif rung.action in ("cap_running", "truncate"):
                 self._lighten(rung, relief, now_fs)
         return changes, relief

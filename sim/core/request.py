@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from .forking import Forking
+from .retention import Retention
 
 if TYPE_CHECKING:
     from .prefix import BlockKeys
@@ -50,6 +51,8 @@ class RequestSpec:
     content_block_tokens: int = 0
     """Tokens named by one content id: 512 in the Mooncake traces, the block size when ids are made from real tokens."""
     namespace: Namespace = Namespace()
+    retention: tuple[Retention, ...] = ()
+    """What of it is to be kept for how long once it has ended, where the engine's eviction order is `retention`."""
     n: int = 1
     """Samples of this prompt to produce; see `samples`."""
     sample_of: str = ""
@@ -108,8 +111,10 @@ class State(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     SWAPPED = "swapped"
+    ON_CPU = "on_cpu"
     ENDED = "ended"
 
 

@@ -9,12 +9,16 @@ Source: vLLM V1 `Scheduler.schedule` (engine-policies §1.1.2); for the other ba
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from itertools import chain
 
-from .admission import Admission, Rejection
+from .admission import Admission, Deferral, Rejection
+from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_decodes, rest_prompts
 from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
+from .cpu_server import CpuServer
 from .decode import DecodeSet
+from .deferral import QueueWithAside
 from .draft import Draft, Share
 from .families import Families
 from .groups import GroupTables
@@ -22,6 +26,7 @@ from .growth import GroupGrowth, Growth
 from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
+from .offload import Loading, Offload
 from .policy import Batching, Policy
 from .relief import cap_output, is_paused, shed
 from .request import Request, State
@@ -33,17 +38,25 @@ class Scheduler:
     """Holds the queue and the running requests, and drafts one step at a time."""
 
     def __init__(self, config: EngineConfig, tables: BlockTables, admission: Admission, policy: Policy) -> None:
+        check_batching(policy.batching, policy.limits, config)
         self.config = config
         self.pool = tables.pool
         self._tables = tables
         self._admission = admission
         self._policy = policy
+        self._limits = policy.limits if policy.limits != NO_LIMITS else None
+        self.steps_done = 0
+        """Steps committed."""
+        self._decodes_until = 0
+        """The number of the step from which on prompts may have one again, where they take turns with decodes."""
         self.num_admissions = 0
         """Admissions so far; the next one gets this as its order."""
         self.swapped: deque[Request] = deque()
         """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
         self.cpu_pool = BlockPool(config.num_cpu_blocks)
         self.decode = DecodeSet(config.block_size, config.slots_per_block, config.slots_per_token)
+        self.requests: dict[str, Request] = {}
+        """Everybody in the system, by name; the engine keeps it."""
         self.running: dict[int, Request] = {}
         """Admitted requests by admission order; the oldest comes first."""
         self.catching_up: dict[int, Request] = {}
@@ -57,9 +70,16 @@ class Scheduler:
         """By how much more requests wait than the queues show, because the next plan may not know of them."""
         self.looks_back_fs = 0
         """How long ago what is now being planned was decided."""
-        self.holdings = Holdings(
-            config, tables, self.knobs, lambda: chain(self.running.values(), self.departing.values())
-        )
+        self.holdings = Holdings(config, tables, self.knobs, self.holders)
+        self.holdings.retention = policy.retention if policy.eviction == "retention" else None
+        self.offload = Offload(config, self.holdings) if config.num_cpu_prefix_blocks else None
+        """The CPU prefix tier, if there is one."""
+        self.holdings.offload = self.offload
+        self.cpu_server: CpuServer | None = None
+        """The CPU executor, if there is one."""
+        if policy.cpu_executor is not None:
+            policy.cpu_executor.check(config)
+            self.cpu_server = CpuServer(policy.cpu_executor, self)
         self.growth = (
             GroupGrowth(self.decode, self.holdings, tables)
             if isinstance(tables, GroupTables)
@@ -72,12 +92,21 @@ class Scheduler:
         self.drain = DrainMeter()
         self.view = EngineView(self)
         self.waiting = policy.queue(self.view)
+        self.aside: QueueWithAside | None = None
+        """The queue once more, if the admission policy sets requests aside."""
+        if admission.may_defer:
+            self.waiting = self.aside = QueueWithAside(self.waiting)
         self._running_changes = 0
         self.backlog_tokens = 0
         """Prompt tokens of all requests that have not got their first token."""
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
         """Prompt tokens looked up, and found, at first admissions; what a request finds of its own after a preemption does not count."""
+
+    def holders(self) -> Iterable[Request]:
+        """All requests that hold blocks: the running, those who did until just now, and those whose prefix is loaded."""
+        loading: Iterable[Request] = () if self.offload is None else self.offload.loading
+        return chain(self.running.values(), self.departing.values(), loading)
 
     @property
     def version(self) -> int:
@@ -104,6 +133,11 @@ class Scheduler:
             )
         return self._admission.steady and self.waiting.steady
 
+    @property
+    def prompts_first(self) -> bool:
+        """Whether the waiting are tried before the running take their blocks."""
+        return self._policy.batching is Batching.PREFILL_FIRST
+
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
@@ -113,21 +147,52 @@ class Scheduler:
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
         shed(self, draft, self.view.now_fs)
-        if self._policy.batching is Batching.PREFILL_FIRST:
+        batching, limits = self._policy.batching, self._limits
+        if limits is not None:
+            draft.prompt_budget = limits.max_prefill_tokens or draft.prompt_budget
+            draft.prompts_left = limits.max_prefill_seqs or draft.prompts_left
+        if self._decodes_until > self.steps_done and self._decodes_alone(draft, now_fs):
+            return draft
+        if batching in (Batching.PREFILL_FIRST, Batching.DECODE_FIRST):
             draft.decode = False
             self._serve_prompts(draft, now_fs)
             self._admit(draft, now_fs)
             if draft.shares:
+                if batching is Batching.DECODE_FIRST:
+                    turn = self._policy.limits.continuous_decode_steps or DECODE_STEPS
+                    self._decodes_until = self.steps_done + 1 + turn
                 return draft
             draft.decode = True
-        batch_is_open = self._policy.batching is Batching.MIXED or not self.running
-        if self._running_fits():
+        batch_is_open = batching is Batching.MIXED or (batching is Batching.STATIC and not self.running)
+        self._serve_running(draft, now_fs)
+        if batch_is_open and not draft.short:
+            self._admit(draft, now_fs)
+        return draft
+
+    def _decodes_alone(self, draft: Draft, now_fs: int) -> bool:
+        """A step of the decodes' turn; False if there is none to compute or anything else to do in it."""
+        rest_prompts(self, draft)
+        self._serve_running(draft, now_fs)
+        if len(self.decode) or draft.shares or draft.changed_queue or draft.blocks_come:
+            draft.turn_left = self._decodes_until - self.steps_done
+            return True
+        draft.resting.clear()
+        return False
+
+    def _serve_running(self, draft: Draft, now_fs: int) -> None:
+        """Everybody who runs, and does not rest, in the way that the blocks allow."""
+        if self._limits is not None and self._limits.max_decode_seqs is not None:
+            rest_decodes(self, draft, self._limits.max_decode_seqs)
+        if self._running_fits(draft):
             self._serve_all(draft, now_fs)
         else:
             self._serve_in_order(draft, now_fs)
-        if batch_is_open and self._policy.batching is not Batching.PREFILL_FIRST and not draft.short:
-            self._admit(draft, now_fs)
-        return draft
+
+    def _awake(self, draft: Draft) -> Iterable[Request]:
+        """Those who catch up and take part in the step."""
+        if not draft.resting:
+            return self.catching_up.values()
+        return [request for order, request in self.catching_up.items() if order not in draft.resting]
 
     def _step_budget(self) -> int:
         """Tokens a step may compute: the configured budget, or less after a step that ran out of memory."""
@@ -141,26 +206,34 @@ class Scheduler:
 
     def _allowed(self, request: Request, draft: Draft) -> int:
         """Tokens this request may still take in the step; the ladder shrinks the prompts of those below its guard."""
-        if request.decoding or self.knobs.spares(request.spec.priority):
-            return draft.budget
+        allowed = draft.budget
+        if request.decoding:
+            return allowed
+        if self._limits is not None and is_prompt(request):
+            allowed = min(allowed, draft.prompt_budget if draft.prompts_left else 0)
+        if self.knobs.spares(request.spec.priority):
+            return allowed
         if draft.budget_below_guard < draft.budget:
             request.degrade("shrink_step")
-        return min(draft.budget, draft.budget_below_guard)
+        return min(allowed, draft.budget_below_guard)
 
     def _take(self, request: Request, num_tokens: int, draft: Draft) -> None:
         draft.budget -= num_tokens
+        if self._limits is not None and not request.decoding and is_prompt(request):
+            draft.prompt_budget -= num_tokens
+            draft.prompts_left -= 1
         if not request.decoding and not self.knobs.spares(request.spec.priority):
             draft.budget_below_guard -= num_tokens
 
     # -- running requests -----------------------------------------------------------------------------------------
 
-    def _running_fits(self) -> bool:
+    def _running_fits(self, draft: Draft) -> bool:
         """Whether this step's need of all running requests is free."""
         need = self.growth.num_needed()
         budget = self._step_budget() - len(self.decode)
         if budget < 0:
             return False  # not everybody can be served: in order, then
-        for request in self.catching_up.values():
+        for request in self._awake(draft):
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_tokens <= 0:
                 break
@@ -172,21 +245,24 @@ class Scheduler:
     def _serve_prompts(self, draft: Draft, now_fs: int) -> None:
         """A step of prompts only: go on with those that were begun, as far as blocks are free."""
         for request in self.catching_up.values():
-            begun = request.num_tokens - request.num_computed_tokens > 1 or not request.num_output_tokens
-            if begun and draft.budget and self._serve(request, self._ask(request, draft), draft, now_fs) is None:
+            if (
+                is_prompt(request)
+                and draft.budget
+                and self._serve(request, self._ask(request, draft), draft, now_fs) is None
+            ):
                 break
 
     def _serve_all(self, draft: Draft, now_fs: int) -> None:
         """The usual step: everybody gets what they need."""
         draft.budget -= len(self.decode)
         draft.decode_blocks = self.growth.grow(0, now_fs)
-        for request in self.catching_up.values():
+        for request in self._awake(draft):
             if draft.budget:
                 self._serve(request, self._ask(request, draft), draft, now_fs)
 
     def _serve_in_order(self, draft: Draft, now_fs: int) -> None:
         """A step in which blocks are short: serve in admission order, taking from victims when there is no other way."""
-        order = list(self.running.values())
+        order = [request for request in self.running.values() if request.order not in draft.resting]
         served: dict[int, int] = {}
         position = 0
         while position < len(order) and draft.budget:
@@ -200,15 +276,16 @@ class Scheduler:
                 )
                 continue
             asked = self._ask(request, draft)  # settled before victims are looked for, as in vLLM
-            if self.departing and self._comes_soon(request, asked):
+            if (self.departing or self.pool.num_set_aside) and self._comes_soon(request, asked):
                 draft.blocks_come = True
                 position += 1
                 continue
             while (num_tokens := self._serve(request, asked, draft, now_fs)) is None:
                 victim = self._policy.victim(self.running, self.decode.known)
-                place = order.index(victim)
-                del order[place]
-                position -= place < position
+                if victim.order not in draft.resting:
+                    place = order.index(victim)
+                    del order[place]
+                    position -= place < position
                 self._undo(victim, served, draft)
                 self.give_way(victim, draft, now_fs)
                 if victim is request:
@@ -223,10 +300,13 @@ class Scheduler:
         self.catching_up = dict(sorted(self.catching_up.items()))
 
     def _comes_soon(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request lacks blocks that come back with the step under way: it waits, and nobody gives way (vLLM #49675)."""
+        """Whether a running request lacks blocks that come back with the step under way, or when they are saved: it waits, and nobody
+        gives way (vLLM #49675).
+        """
         lacks = self._tables.need(request.table, self.decode.computed(request), num_tokens) - self.pool.num_free
         if lacks <= 0:
             return False
+        lacks -= self.pool.num_set_aside
         held = Counter(block_id for gone in self.departing.values() for block_id in gone.table.blocks if block_id)
         return lacks <= sum(self.pool.ref_cnt(block_id) == holders for block_id, holders in held.items())
 
@@ -236,6 +316,9 @@ class Scheduler:
         draft.decode_blocks.pop(victim.order, None)
         share = draft.shares.pop(victim.order, None)
         if share is not None:
+            if self._limits is not None and is_prompt(victim):
+                draft.prompt_budget += share.num_tokens
+                draft.prompts_left += 1
             taken_back = set(share.new_blocks)
             draft.copies = [
                 copy for copy in draft.copies if copy[1] not in taken_back and copy[1] not in victim.table.blocks
@@ -309,11 +392,21 @@ class Scheduler:
     # -- waiting requests -----------------------------------------------------------------------------------------
 
     def _admit(self, draft: Draft, now_fs: int) -> None:
-        """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last."""
+        """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last.
+
+        Before both go those whose prefix has been loaded: they hold their blocks already.
+        """
         slots = self.config.max_num_seqs - len(self.departing)
+        while self.offload is not None and self.offload.ready:
+            if not draft.budget or len(self.running) >= slots:
+                return
+            if not self._start_loaded(self.offload.ready[0], draft, now_fs):
+                return
         while self.swapped and not is_paused(self, self.swapped[0]):
             if not draft.budget or len(self.running) >= slots or not self._resume(draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
+        if self.aside is not None and draft.budget and len(self.running) < slots:
+            self.aside.begin_round()
         while draft.budget and len(self.running) < slots:
             request = self.waiting.head()
             if request is None or not self._try_start(request, draft, now_fs):
@@ -355,6 +448,8 @@ class Scheduler:
             draft.unservable.append((request, outgrown))
             return True
         hits = self.holdings.find(request)
+        if self.offload is not None and (tried := self._load(self.offload, request, hits, draft, now_fs)) is not None:
+            return tried
         hit_tokens = tables.tokens_in(hits)
         missing = request.num_tokens - hit_tokens
         allowed = self._allowed(request, draft)
@@ -371,18 +466,40 @@ class Scheduler:
         need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, self.holdings.prompt_blocks(request, hits))
-        said = self._admission.may_start(request, need, self.view_at(now_fs))
-        if isinstance(said, Rejection):
-            self.waiting.pop()
-            draft.turned_away.append((request, said))
+        may_start = self._may_start(request, need, draft, now_fs)
+        if may_start is None:
             return True
-        allocation = tables.grow(request.table, 0, num_tokens, hits) if said else None
+        allocation = tables.grow(request.table, 0, num_tokens, hits) if may_start else None
         if allocation is None:
             return False
         self.waiting.pop()
         self.run(request, now_fs)
         request.num_computed_tokens = hit_tokens
         request.num_registered = hit_tokens // config.block_size
+        taken = request.table.blocks
+        self.holdings.hold(request, len(taken) - taken.count(NO_BLOCK), now_fs)
+        if hits:
+            self.holdings.sharing.join(request, tables.split(hits), now_fs)
+            if self.offload is not None:
+                self.offload.used(hits)
+        self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
+        return True
+
+    def _may_start(self, request: Request, need: int, draft: Draft, now_fs: int) -> bool | None:
+        """What the admission policy says of the head of the queue; None if that took it out of the line, aside or away."""
+        said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, self.view_at(now_fs))
+        if isinstance(said, Deferral):
+            assert self.aside is not None  # `may_defer` promised it
+            said = self.aside.set_aside(request, said, self.view.now_fs)
+        elif not isinstance(said, Rejection):
+            return bool(said)
+        if said is not None:
+            self.waiting.pop()
+            draft.turned_away.append((request, said))
+        return None
+
+    def _begin(self, request: Request, num_tokens: int, computed: int, hit_tokens: int, draft: Draft) -> None:
+        """Schedule the first tokens of a request after what is `computed` already; the first time, count what it hit on the device."""
         cap = self.knobs.cap_new
         if cap is not None and not self.knobs.spares(request.spec.priority):
             cap_output(self, request, cap, "cap_new")
@@ -390,14 +507,40 @@ class Scheduler:
             request.prefix_hit_tokens = hit_tokens
             self.prefix_queried_tokens += request.num_tokens
             self.prefix_hit_tokens += hit_tokens
-        taken = request.table.blocks
-        self.holdings.hold(request, len(taken) - taken.count(NO_BLOCK), now_fs)
-        if hits:
-            self.holdings.sharing.join(request, self._tables.split(hits), now_fs)
         self._take(request, num_tokens, draft)
         draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, hit_tokens, taken.copy())
-        self.holdings.register(request, hit_tokens + num_tokens)
+        draft.shares[request.order] = Share(request, num_tokens, computed, request.table.blocks.copy())
+        self.holdings.register(request, computed + num_tokens)
+
+    def _load(self, offload: Offload, request: Request, hits: list[int], draft: Draft, now_fs: int) -> bool | None:
+        """Load the prefix of the head of the queue from the CPU tier; False: it must wait; None: there is nothing to load."""
+        found = offload.find(request, len(hits))
+        if not found:
+            return False if found is None else None
+        whole, need = offload.need(request, hits)
+        may_start = self._may_start(request, need, draft, now_fs)
+        if may_start is None:
+            return True
+        if not may_start or need > self.pool.num_free:
+            return False
+        self.waiting.pop()
+        self.num_admissions += 1
+        offload.begin_load(request, hits, found, whole, now_fs)
+        return True
+
+    def _start_loaded(self, loading: Loading, draft: Draft, now_fs: int) -> bool:
+        """Start a request whose load has ended, with what it could load; False leaves it where it is."""
+        assert self.offload is not None
+        request, computed = loading.request, loading.request.num_computed_tokens
+        missing = request.num_tokens - computed
+        num_tokens = min(missing, self._allowed(request, draft))
+        if not num_tokens or (num_tokens < missing and not self.config.enable_chunked_prefill):
+            return False
+        self.offload.leave(loading, now_fs)
+        spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
+        self.holdings.hold(request, -len(spare), now_fs)
+        self.run(request, now_fs)
+        self._begin(request, num_tokens, computed, loading.hits * self.config.block_size, draft)
         return True
 
     def run(self, request: Request, now_fs: int) -> None:
@@ -411,10 +554,10 @@ class Scheduler:
             request.scheduled_fs = now_fs
 
     def admits_copy(self, request: Request, now_fs: int) -> bool:
-        """Whether a request that would share another one's blocks, and need no more than one of its own next, may run now."""
+        """Whether a request that would share another one's blocks, and need one of its own in each group next, may run now."""
         if len(self.running) >= self.config.max_num_seqs or is_paused(self, request):
             return False
-        return self._admission.may_start(request, 1, self.view_at(now_fs)) is True
+        return self._admission.may_start(request, len(self.config.groups), self.view_at(now_fs)) is True
 
     def catch_up(self, request: Request) -> None:
         """A running request has left the decode set, or got other blocks: it is served by itself in the next step."""

@@ -41,11 +41,14 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
     `room` is how many blocks may be taken before something else than the pool would decide differently. While members of the
     decode set only grow, the pool only gets fuller, so a request that cannot start now cannot start later in the stretch:
     evicting a cached block it would have found costs it a hit and saves it a revival. Where windows slide, the pool may also get
-    emptier, and the stretch ends before that if somebody waits.
+    emptier, and the stretch ends before that if somebody waits. Where prompts go first, they are tried between the two.
     """
-    if draft.shares or draft.changed_queue or scheduler.catching_up or not scheduler.steady:
+    stands_still = not scheduler.catching_up and scheduler.steady
+    if draft.shares or draft.changed_queue or not (stands_still or draft.turn_left):
         return 1
     limit = scheduler.decode.steps_to_completion() or 1
+    if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapped):
+        limit = min(limit, draft.turn_left)  # then it is the turn of those
     if max_steps is not None:
         limit = min(limit, max_steps)
     if scheduler.families:
@@ -54,7 +57,10 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
         scheduler.running
     ) < scheduler.config.max_num_seqs
     return 1 + scheduler.growth.steps_that_fit(
-        min(room, scheduler.pool.num_free), limit - 1, never_emptier=bool(somebody_waits)
+        min(room, scheduler.pool.num_free),
+        limit - 1,
+        never_emptier=bool(somebody_waits),
+        before_taking=scheduler.prompts_first,
     )
 
 

@@ -93,6 +93,8 @@ class BlockTables:
 
     def need(self, table: BlockTable, computed_tokens: int, new_tokens: int, hits: Sequence[int] = ()) -> int:
         """Blocks that would leave the free queue if `grow` were called with the same arguments."""
+        if self.window is None and self._is_begun(table, computed_tokens, new_tokens, hits):
+            return 0
         start = computed_tokens + len(hits) * self.block_size
         return new_blocks(
             total_tokens=start + new_tokens,
@@ -102,6 +104,15 @@ class BlockTables:
             unreferenced_hits=self.pool.num_unreferenced(hits),
             skipped=skipped_blocks(start, self.block_size, self.window),
             copied=len(self._shared(self.written(table, computed_tokens, new_tokens), table)),
+        )
+
+    def _is_begun(self, table: BlockTable, computed_tokens: int, new_tokens: int, hits: Sequence[int]) -> bool:
+        """Whether this is the usual decode: one token into a block that has some already and that nobody else holds."""
+        return (
+            new_tokens == 1
+            and not hits
+            and computed_tokens % self.block_size > 0
+            and self.pool.ref_cnt(table.blocks[-1]) == 1
         )
 
     def need_for_whole(self, whole: Sequence[int], hits: Sequence[int]) -> int:
@@ -119,6 +130,8 @@ class BlockTables:
         """
         if self.window is not None:
             self.slide(table, computed_tokens)
+        elif self._is_begun(table, computed_tokens, new_tokens, hits) and table.blocks[-1] not in self.pool.index:
+            return Allocation([])
         need = self.need(table, computed_tokens, new_tokens, hits)
         if need > self.pool.num_free:
             return None

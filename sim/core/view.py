@@ -7,12 +7,13 @@ way, those that cannot change within it; so a policy's answer is the same whethe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from .clock import to_s
 from .meters import DrainMeter
 from .need import slots_needed
-from .request import Request, RequestSpec
+from .request import Request, RequestSpec, State
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -41,6 +42,11 @@ class RunningView:
     def tenant(self) -> str:
         """Who sent it."""
         return self._request.spec.tenant
+
+    @property
+    def lora(self) -> str:
+        """Its adapter; empty for the base model."""
+        return self._request.spec.namespace.lora
 
     @property
     def input_tokens(self) -> int:
@@ -128,7 +134,7 @@ class EngineView:
         """Blocks that the steadily decoding requests take within the next two blocks' worth of steps (2 x block_size): two each, in every
         attention group.
         """
-        return 2 * len(self._scheduler.decode) * len(self._scheduler.config.groups)
+        return 2 * len(self._scheduler.decode) * self.num_groups
 
     @property
     def blocks_to_copy(self) -> int:
@@ -143,8 +149,10 @@ class EngineView:
 
     @property
     def num_running(self) -> int:
-        """Admitted requests, those included that hold a slot a step longer with asynchronous scheduling."""
-        return self._scheduler.num_slots_taken
+        """Admitted requests: those included that hold a slot a step longer with asynchronous scheduling, and whose prefix is loaded."""
+        scheduler = self._scheduler
+        loading = 0 if scheduler.offload is None else len(scheduler.offload.loading)
+        return len(scheduler.running) + len(scheduler.departing) + loading
 
     @property
     def num_admissions(self) -> int:
@@ -157,10 +165,21 @@ class EngineView:
         scheduler = self._scheduler
         return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held + scheduler.num_unseen
 
+    def is_queued(self, request_id: str) -> bool:
+        """Whether a request waits and has never run: nothing is lost but its place if it is sent away."""
+        request = self._scheduler.requests.get(request_id)
+        return (
+            request is not None
+            and request.state is State.WAITING
+            and not request.num_preemptions
+            and request.spec.forking is None
+        )
+
     @property
     def num_in_flight(self) -> int:
-        """Requests in the engine, running or queued."""
-        return self.num_running + self.num_waiting
+        """Requests in the engine: running, queued, or served by the CPU executor."""
+        server = self._scheduler.cpu_server
+        return self.num_running + self.num_waiting + (0 if server is None else len(server.serving))
 
     @property
     def waiting_prompt_tokens(self) -> int:
@@ -178,6 +197,11 @@ class EngineView:
         return not self._scheduler.holdings.windows
 
     @property
+    def num_groups(self) -> int:
+        """Attention groups: block tables that a request has."""
+        return len(self._scheduler.config.kv_groups) or 1
+
+    @property
     def decode_version(self) -> int:
         """Changes whenever a request starts or stops decoding; while it stands still, each of them gains a token a decode step."""
         return self._scheduler.decode.version
@@ -185,7 +209,8 @@ class EngineView:
     @property
     def all_decoding(self) -> bool:
         """Whether every running request gains exactly one token a decode step: none is computing its prompt or catching up."""
-        return not self._scheduler.catching_up
+        scheduler = self._scheduler
+        return not scheduler.catching_up and (scheduler.offload is None or not scheduler.offload.loading)
 
     @property
     def drain(self) -> DrainMeter:
@@ -193,8 +218,10 @@ class EngineView:
         return self._scheduler.drain
 
     def running(self) -> Iterator[RunningView]:
-        """The running requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
-        return (RunningView(request, self._scheduler) for request in self._scheduler.running.values())
+        """The admitted requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
+        scheduler = self._scheduler
+        loading = () if scheduler.offload is None else scheduler.offload.loading
+        return (RunningView(request, scheduler) for request in chain(scheduler.running.values(), loading))
 
     def output_cap(self, spec: RequestSpec | RunningView) -> int:
         """Most output tokens a request can come to: its client's cap, or else what the context has room for."""
@@ -204,3 +231,7 @@ class EngineView:
     def blocks_to_finish(self, spec: RequestSpec | RunningView, output_tokens: int) -> int:
         """Blocks a request holds when it has produced `output_tokens` tokens, or, with a sliding window, the most it holds until then."""
         return self._scheduler.config.most_blocks(slots_needed(spec.input_tokens, max(output_tokens, 1)))
+
+    def decoding_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request holds while it decodes its last of `num_tokens` tokens, in all attention groups."""
+        return self._scheduler.config.blocks_at(num_tokens - 1, num_tokens)

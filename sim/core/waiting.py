@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 class WaitingQueue(Protocol):
     """Requests in the order in which they will be tried. Ended requests are passed over, so an abort costs nothing here."""
 
-    steady: bool
-    """True if the order of those in the queue changes only when somebody enters or leaves it."""
+    @property
+    def steady(self) -> bool:
+        """True if the order of those in the queue changes only when somebody enters or leaves it."""
+        ...
 
     def __len__(self) -> int: ...
     def add(self, request: Request) -> bool:

@@ -14,13 +14,14 @@ class FixedCost:
     """`base + per_token * tokens + per_context_token * context + per_seq * sequences`, exactly, in whole femtoseconds.
 
     Tokens are all tokens computed in the step. Context is the KV that attention reads: `decode_context_tokens`, and for a prefill chunk the
-    tokens cached before it. Sequences are decodes and prefill chunks together. Copies and swaps are free.
+    tokens cached before it. Sequences are decodes and prefill chunks together. Copies and swaps within a step are free; copies beside
+    the steps take `per_copied_block` a block.
 
     >>> FixedCost(0.01, per_token_s=0.001).step_fs(BatchShape(decode_seqs=2, decode_context_tokens=9, sampled_seqs=2)) == 12 * 10**12
     True
     """
 
-    __slots__ = ("base_fs", "name", "per_context_token_fs", "per_seq_fs", "per_token_fs")
+    __slots__ = ("base_fs", "name", "per_context_token_fs", "per_copied_block_fs", "per_seq_fs", "per_token_fs")
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class FixedCost:
         per_token_s: float = 0.0,
         per_context_token_s: float = 0.0,
         per_seq_s: float = 0.0,
+        per_copied_block_s: float = 0.0,
         *,
         name: str = "fixed",
     ) -> None:
@@ -41,6 +43,7 @@ class FixedCost:
             "per_token_s": per_token_s,
             "per_context_token_s": per_context_token_s,
             "per_seq_s": per_seq_s,
+            "per_copied_block_s": per_copied_block_s,
         }
         for key, value in given.items():
             if not 0.0 <= value < float("inf"):
@@ -50,6 +53,7 @@ class FixedCost:
         self.per_token_fs = to_fs(per_token_s)
         self.per_context_token_fs = to_fs(per_context_token_s)
         self.per_seq_fs = to_fs(per_seq_s)
+        self.per_copied_block_fs = to_fs(per_copied_block_s)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FixedCost) and self._values() == other._values()
@@ -58,20 +62,31 @@ class FixedCost:
         return hash(self._values())
 
     def __repr__(self) -> str:
-        base, token, context, seq = map(to_s, self._values())
-        return f"FixedCost({base!r}, per_token_s={token!r}, per_context_token_s={context!r}, per_seq_s={seq!r})"
+        base, token, context, seq, copied = map(to_s, self._values())
+        beside = f", per_copied_block_s={copied!r}" if copied else ""
+        return f"FixedCost({base!r}, per_token_s={token!r}, per_context_token_s={context!r}, per_seq_s={seq!r}{beside})"
 
-    def _values(self) -> tuple[int, int, int, int]:
-        return self.base_fs, self.per_token_fs, self.per_context_token_fs, self.per_seq_fs
+    def _values(self) -> tuple[int, int, int, int, int]:
+        return (
+            self.base_fs,
+            self.per_token_fs,
+            self.per_context_token_fs,
+            self.per_seq_fs,
+            self.per_copied_block_fs,
+        )
 
     def scaled(self, factor: float) -> FixedCost:
         """Every cost times `factor`; exact for whole factors."""
         if factor < 0:
             raise ConfigError(f"factor is {factor}; a cost cannot become negative")
         copy = FixedCost(0.0, name=self.name)
-        copy.base_fs, copy.per_token_fs, copy.per_context_token_fs, copy.per_seq_fs = (
-            round(value * factor) for value in self._values()
-        )
+        (
+            copy.base_fs,
+            copy.per_token_fs,
+            copy.per_context_token_fs,
+            copy.per_seq_fs,
+            copy.per_copied_block_fs,
+        ) = (round(value * factor) for value in self._values())
         return copy
 
     def step_fs(self, shape: BatchShape) -> int:
@@ -93,6 +108,10 @@ class FixedCost:
             BatchShape(decode_seqs=decode_seqs, decode_context_tokens=context_tokens, sampled_seqs=decode_seqs)
         )
         return Durations.affine(steps, first, self.per_context_token_fs * decode_seqs)
+
+    def copy_fs(self, num_blocks: int) -> int:
+        """Time to move KV blocks between the device and CPU memory, one way."""
+        return self.per_copied_block_fs * num_blocks
 
     def warnings(self) -> list[str]:
         """What a reader must know: these prices describe no real machine."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from sim.catalog.dtypes import DTYPE_BYTES
 from sim.catalog.gpus import GPUS, Gpu
 from sim.catalog.gpus import gpu as gpu_called
 from sim.catalog.models import model_shape
@@ -38,6 +37,7 @@ def fitted_cost(
     quantization: str | None = "auto",
     kv_cache_dtype: str = "auto",
     block_size: int = 16,
+    block_bytes: int | None = None,
 ) -> FittedProfile:
     """The cost model of `model` on `device` from profile `chosen`: `auto`, a name of the library, or a file.
 
@@ -51,7 +51,9 @@ def fitted_cost(
     computed = device.usable_dtype(model.dtype, dtype, [])
     notes: list[str] = []
     profile = _chosen(chosen, model, device, tensor_parallel_size, quantized, notes)
-    costs = _block_costs(model, device, tensor_parallel_size, kv_cache_dtype, computed, block_size)
+    if block_bytes is None:
+        block_bytes = model.kv_bytes_per_token(kv_cache_dtype, tensor_parallel_size, dtype=computed) * block_size
+    costs = _block_costs(block_bytes, device)
     kv_dtype = kv_cache_dtype if kv_cache_dtype != "auto" else computed
     if profile.kind == "model":
         _check_model_profile(profile, model, tensor_parallel_size, quantized, kv_dtype)
@@ -159,13 +161,9 @@ def _how_far(name: str, device: Gpu) -> str:
     )
 
 
-def _block_costs(
-    model: ModelShape, device: Gpu, tp: int, kv_cache_dtype: str, dtype: str, block_size: int
-) -> dict[str, float]:
+def _block_costs(block_bytes: int, device: Gpu) -> dict[str, float]:
     """Copying and swapping one block, from the data sheet: no profile holds them."""
-    block_bytes = model.kv_bytes_per_token(kv_cache_dtype, tp, dtype=dtype) * block_size
     share = RooflineEfficiency()
-    assert dtype in DTYPE_BYTES
     return {
         "copy_block_s": 2 * block_bytes / (device.memory_bandwidth_bytes_per_s * share.memory),
         "swap_block_s": block_bytes / (device.pcie_bytes_per_s * share.link),

@@ -49,6 +49,10 @@ class OverlappedHost:
             segments += _longer(segment, host_fs)
         return Durations(tuple(segments))
 
+    def copy_fs(self, num_blocks: int) -> int:
+        """As the prices inside: copies beside the steps wait for no host."""
+        return self.inner.copy_fs(num_blocks)
+
     def warnings(self) -> list[str]:
         """Those of the prices inside, and what is hidden."""
         step_fs = self.inner.host_fs(0)

@@ -40,6 +40,10 @@ class FittedProfile:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.terms, self.name, self._notes)
 
+    def copy_fs(self, num_blocks: int) -> int:
+        """Time to move KV blocks over the host link, as swaps within a step are priced."""
+        return self._swap_fs * num_blocks
+
     def step_fs(self, shape: BatchShape) -> int:
         """Duration of one step of this shape."""
         moved = self._copy_fs * shape.copied_blocks + self._swap_fs * shape.swapped_blocks

@@ -28,6 +28,10 @@ class CostModel(Protocol):
         """
         ...
 
+    def copy_fs(self, num_blocks: int) -> int:
+        """Time to move KV blocks between the device and CPU memory, one way, beside the steps."""
+        ...
+
     def warnings(self) -> list[str]:
         """Sentences about this run's prices that a reader must know, such as use outside the fitted range."""
         ...

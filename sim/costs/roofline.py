@@ -48,9 +48,11 @@ class Roofline:
         quantization: str | None = "auto",
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
+        block_bytes: int | None = None,
         efficiency: RooflineEfficiency | None = None,
     ) -> None:
-        """Settings have the engine's names; `efficiency` defaults to the stated factors.
+        """Settings have the engine's names; `efficiency` defaults to the stated factors. `block_bytes` are those of one KV block where it
+        holds the tokens of some layers only (`Ledger.block_bytes` of a model with several attention groups), else of all layers.
 
         Raises:
             ConfigError: the model cannot be divided so, or the GPU lacks the dtype.
@@ -75,13 +77,17 @@ class Roofline:
         stage_kv_bytes = (
             sum(self._kv_bytes[kind] * count for kind, count in self._kinds.items()) // pipeline_parallel_size
         )
-        self._block_bytes = stage_kv_bytes * block_size
+        self._block_bytes = stage_kv_bytes * block_size if block_bytes is None else block_bytes
         self._context_token_fs = to_fs(self._context_token_s())
         self._copy_fs = to_fs(2 * self._block_bytes / (gpu.memory_bandwidth_bytes_per_s * self.efficiency.memory))
         self._swap_fs = to_fs(self._block_bytes / (gpu.pcie_bytes_per_s * self.efficiency.link))
         self._step_fs, self._seq_fs = to_fs(self.efficiency.step_s), to_fs(self.efficiency.seq_s)
         self._layers_fs: dict[int, int] = {}
         self._rows_fs: dict[int, int] = {}
+
+    def copy_fs(self, num_blocks: int) -> int:
+        """Time to move KV blocks over the host link, as swaps within a step are priced."""
+        return self._swap_fs * num_blocks
 
     def step_fs(self, shape: BatchShape) -> int:
         """Duration of one step of this shape."""

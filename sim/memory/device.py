@@ -71,7 +71,7 @@ class Device:
         self._tensors = self.total_bytes - self._kv_pool - self._non_torch - self._others - self.workspace_bytes
 
     def block_bytes(self, num_blocks: int) -> int:
-        """Bytes of one block of a pool of `num_blocks`, which may be fewer and larger than a hybrid model's own."""
+        """Bytes of one block of a pool of `num_blocks`."""
         return self._kv_pool // num_blocks
 
     def left_bytes(self, time_fs: int) -> int:

@@ -118,16 +118,6 @@ class Ledger:
     warnings: tuple[str, ...] = ()
     """What a reader must know before trusting a figure."""
 
-    @property
-    def equivalent_blocks(self) -> int:
-        """Blocks of a pool with one block table a request that holds as many longest requests: what a simulator of one group takes.
-
-        The same as `num_gpu_blocks` for a model with one kind of layer.
-        """
-        if not self.layout.is_hybrid:
-            return self.num_gpu_blocks
-        return int(self.max_concurrency * blocks_for_tokens(self.max_model_len, self.block_size))
-
     def request_blocks(self, tokens: int) -> int:
         """Most blocks that one sequence of `tokens` tokens holds at once."""
         return self.layout.request_blocks(tokens, self.in_flight_tokens)

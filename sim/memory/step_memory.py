@@ -96,8 +96,11 @@ class StepMemory:
         """What the widest of `steps` repetitions of the step `shape` needs; `extra` names unprofiled work that it does too.
 
         Only plain attention grows within a stretch, with the context: its last step is the widest. Everything else depends on
-        tokens and rows alone, so a stretch costs what a step costs, and that is looked up.
+        tokens and rows alone, so a stretch costs what a step costs, and that is looked up. A step in several passes needs what
+        the most demanding of them does.
         """
+        if shape.passes > 1:
+            return max((self.need(part, steps, extra) for part in shape.split()), key=lambda need: need.bytes)
         if self._plain or PLAIN_ATTENTION in extra:
             widest = max(self._peaks(shape, steps, extra), key=lambda peak: peak.bytes)
             return Need(widest.bytes, widest.phase)
@@ -137,7 +140,12 @@ class StepMemory:
         return Need(most, "decode" if phase == "prefill" and tokens == decode_seqs else phase)
 
     def _peaks(self, shape: BatchShape, steps: int, extra: frozenset[str]) -> list[Peak]:
-        """Every phase of the last of `steps` steps, with its operators."""
+        """Every phase of the last of `steps` steps, with its operators; of its most demanding pass."""
+        if shape.passes > 1:
+            return max(
+                (self._peaks(part, steps, extra) for part in shape.split()),
+                key=lambda peaks: max(peak.bytes for peak in peaks),
+            )
         tokens, rows = shape.num_tokens, shape.sampled_seqs
         forward = "prefill" if shape.prefill else "decode"
         peaks = []

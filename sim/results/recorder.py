@@ -93,7 +93,12 @@ class Recorder:
             self._row.waiting = max(self._row.waiting, core.num_waiting)
 
     def planned(self, plan: StepPlan, core: EngineCore) -> None:
-        """A plan starts."""
+        """A plan starts. One that only begins copies takes no time and has no row."""
+        self.num_events += len(plan.admitted) + len(plan.preempted)
+        self.marks += [(plan.start_fs, "preempted", request_id) for request_id in plan.preempted]
+        if not plan.shape.num_tokens:
+            self._row = None
+            return
         pool = core.pool
         version = core.version if plan.shape.decode_seqs and not plan.shape.prefill else None
         self._row = self._row if self._row and version is not None and self._continues(plan.start_fs, version) else None
@@ -116,13 +121,13 @@ class Recorder:
             self.rows.append(self._row)
         self._row.open = True
         self._row.waiting = max(self._row.waiting, core.num_waiting)
-        self.num_events += len(plan.admitted) + len(plan.preempted)
-        self.marks += [(plan.start_fs, "preempted", request_id) for request_id in plan.preempted]
 
     def committed(self, plan: StepPlan, result: StepResult, committed: Committed, core: EngineCore) -> None:
         """The steps of a plan, or those of them that were done, are over."""
         row = self._row
-        assert row is not None  # `planned` opened it
+        if row is None:
+            self._count_in_system(core.num_unfinished, plan.start_fs)
+            return
         row.open = False
         row.end_fs = plan.start_fs + result.durations.total_fs
         row.steps += result.steps
@@ -138,6 +143,13 @@ class Recorder:
             self.gap_segments += result.durations.prefix(committed.computed).without_first().segments
         self._integrate(plan, result, committed)
         self._count_in_system(core.num_unfinished, row.end_fs)
+
+    def idled(self, span_fs: int, used: int, slots: int, written: int) -> None:
+        """For so long nothing was computed, while requests held so many blocks, with so many token slots, and tokens in them."""
+        integrals = self.integrals
+        integrals.time_by_used_blocks[used] = integrals.time_by_used_blocks.get(used, 0) + span_fs
+        integrals.table_slots += slots * span_fs
+        integrals.unfilled_slots += (slots - written) * span_fs
 
     def ended(self, request: Request, now_fs: int, core: EngineCore) -> None:
         """A request left this replica, `now`; it may have ended, for its client, a little earlier."""

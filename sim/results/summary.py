@@ -104,6 +104,8 @@ def summarize(
         "swapped_out_blocks": sum(recorder.core.swapped_out_blocks for recorder in recorders),
         "swapped_in_blocks": sum(recorder.core.swapped_in_blocks for recorder in recorders),
         "prefix_hit_rate": hit / queried if queried else 0.0,
+        **_tier(record, queried),
+        **_cpu(record),
         "oom_events": sum(recorder.core.oom_events for recorder in recorders),
         "kv_block_seconds": sum(recorder.integrals.block_fs for recorder in recorders) / FS_PER_S,
         **_memory(record),
@@ -111,6 +113,27 @@ def summarize(
         "notes": list(notes),
     }
     return summary
+
+
+def _tier(record: RunRecord, queried: int) -> dict[str, Any]:
+    """What a CPU prefix tier did; empty without one."""
+    tiers = [recorder.core.offload for recorder in record.recorders if recorder.core.offload is not None]
+    if not tiers:
+        return {}
+    return {
+        "cpu_prefix_hit_rate": sum(tier.hit_tokens for tier in tiers) / queried if queried else 0.0,
+        "saved_blocks": sum(tier.saved_blocks for tier in tiers),
+        "loaded_blocks": sum(tier.loaded_blocks for tier in tiers),
+        "failed_copies": sum(tier.failed_copies for tier in tiers),
+        "num_cpu_prefix_blocks": sum(tier.tier.num_blocks for tier in tiers),
+        "cpu_prefix_blocks_at_end": sum(len(tier.tier) for tier in tiers),
+    }
+
+
+def _cpu(record: RunRecord) -> dict[str, Any]:
+    """What a CPU executor did; empty without one."""
+    tokens = [recorder.core.cpu_tokens for recorder in record.recorders if recorder.core.cpu_tokens is not None]
+    return {"cpu_tokens": sum(tokens)} if tokens else {}
 
 
 def _memory(record: RunRecord) -> dict[str, Any]:

@@ -27,8 +27,15 @@ class ModelExecutor:
         self._cost = cost
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """The durations of the plan's steps; a stretch is priced in closed form."""
+        """The durations of the plan's steps; a stretch is priced in closed form, but for steps in several passes, which are priced
+        one by one.
+        """
         shape = plan.shape
+        if not shape.num_tokens:
+            return StepResult(durations=Durations.one(0))
+        if shape.passes > 1:
+            steps = [sum(map(self._cost.step_fs, shape.later(ahead).split())) for ahead in range(plan.repeat)]
+            return StepResult(durations=Durations.measured(steps))
         if plan.repeat == 1:
             return StepResult(durations=Durations.one(self._cost.step_fs(shape)))
         return StepResult(

@@ -18,6 +18,8 @@ from sim.core.plan import Executor, StepPlan, StepResult
 from sim.core.request import Outcome, Request, RequestSpec
 from sim.results.recorder import Recorder
 
+from .link import Link
+
 
 class Late(simpy.Event):
     """A time-out that fires after everything else that happens at its time."""
@@ -44,6 +46,7 @@ class Replica:
         stepping: bool,
         check: bool,
         on_end: Callable[[Request], None],
+        link: Callable[[Callable[[int, bool], None]], Link] | None = None,
     ) -> None:
         self.core = core
         self._env = env
@@ -52,9 +55,12 @@ class Replica:
         self._max_repeat = 1 if stepping else None
         self._check = check
         self._on_end = on_end
+        self._link = None if link is None else link(self._pass_fence)
         self._sleeping = False
         self._under_way: tuple[StepPlan, StepResult] | None = None
         self._idle: simpy.Event | None = None
+        self._idle_since_fs: int | None = None
+        self._alarm_fs: int | None = None
         self._process = env.process(self.serve())
 
     @property
@@ -82,26 +88,64 @@ class Replica:
 
     def abort(self, request_id: str, outcome: Outcome, reason: str) -> None:
         """A client gives up on a request; nothing happens if it has ended."""
+        self._account_idle()
         if self.core.abort(request_id, self._now_fs, outcome, reason):
             self._after_event(nudge=True)
 
     def serve(self) -> Generator[simpy.Event, Any, None]:
         """The engine's loop; it never ends, it only runs out of events."""
-        env, core = self._env, self.core
+        core = self.core
         while True:
             plan = core.plan(self._now_fs, self._max_repeat)
             self._after_event(nudge=False)
             if plan is None:
-                self._idle = env.event()
-                yield self._idle
-                self._idle = None
-                yield Late(env)  # others may arrive at the same moment
+                yield from self._wait_for_work()
                 continue
+            if self._link is not None:
+                self._link.begin(plan)
             self._recorder.planned(plan, core)
             result = yield from self._sleep_through(plan, self._executor.execute(plan))
             committed = core.commit(plan, result, self._now_fs)
             self._recorder.committed(plan, result, committed, core)
             self._after_event(nudge=False)
+
+    def _wait_for_work(self) -> Generator[simpy.Event, Any, None]:
+        """Nothing can be done now; requests may still hold blocks, while theirs or others are copied."""
+        self._idle_since_fs = self._now_fs
+        self._idle = self._env.event()
+        yield self._idle
+        self._idle = None
+        yield Late(self._env)  # others may arrive at the same moment
+        self._account_idle()
+        self._idle_since_fs = None
+
+    def _account_idle(self) -> None:
+        """Account for the time without a step up to now, before anything changes what is held."""
+        if self._idle_since_fs is None or not self.core.pool.num_owned:
+            return
+        span_fs = self._now_fs - self._idle_since_fs
+        self._idle_since_fs = self._now_fs
+        self._recorder.idled(span_fs, *self.core.idle_holdings)
+        self.core.idled(span_fs)
+
+    def _set_alarm(self) -> None:
+        """See to it that the core is woken when it wants to be."""
+        wake_fs = self.core.next_wake_fs(self._now_fs)
+        if wake_fs is not None and wake_fs != self._alarm_fs:
+            self._alarm_fs = wake_fs
+            alarm = self._env.timeout(wake_fs - self._now_fs)
+            alarm.callbacks.append(self._ring)
+
+    def _ring(self, alarm: simpy.Event) -> None:
+        self._account_idle()
+        self.core.wake(self._now_fs)
+        self._after_event(nudge=True)
+
+    def _pass_fence(self, fence: int, done: bool) -> None:
+        """A copy has ended."""
+        self._account_idle()
+        self.core.pass_fence(fence, self._now_fs, done=done)
+        self._after_event(nudge=True)
 
     def _sleep_through(self, plan: StepPlan, result: StepResult) -> Generator[simpy.Event, Any, StepResult]:
         """Let the steps of a plan pass; returns the result of those that did."""
@@ -122,6 +166,7 @@ class Replica:
             self._on_end(request)
         if self._check:
             self.core.check()
+        self._set_alarm()
         if not nudge:
             return
         if self._idle is not None and not self._idle.triggered:

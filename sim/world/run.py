@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import simpy
 
@@ -22,6 +23,7 @@ from sim.results.recorder import Recorder, RunRecord
 
 from .clients import closed_loop, open_loop, patience
 from .executors import HoldsBlocks, ModelExecutor
+from .link import Link
 from .replica import Replica
 from .router import ROUTERS
 from .workspace import WorkspaceExecutor
@@ -42,6 +44,7 @@ def run_world(
     policy: Policy | None = None,
     device: Device | None = None,
     memory_limit: bool = True,
+    failing_copies: Callable[[int], bool] = lambda fence: False,
 ) -> RunRecord:
     """Simulate `requests`, in order of arrival, on `replicas` equal engines until every one has ended. One with `n` samples is n.
 
@@ -49,6 +52,7 @@ def run_world(
     engine's books after every event. `decision_log` gets every step's entry; with several replicas when the run is
     over, in order of time and with a `replica` key, because a leap writes its steps later than a single step would.
     `policy` decides where engines differ (default: vLLM V1). `executor` replaces the cost model by something that really runs.
+    Copies of a CPU prefix tier take the time that `cost` says; those for whose fence `failing_copies` is true fail when it is over.
     `device` is the memory of every replica's GPU: it is recorded, and with `memory_limit` a step that needs more than is left fails.
 
     Raises ConfigError for settings that make no sense, IntegrityError or ProgressError if the core is at fault.
@@ -81,7 +85,10 @@ def run_world(
         executors.append(served_by)
         if device is not None and memory_limit:
             served_by = WorkspaceExecutor(served_by, device, core)
-        servers.append(Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end))
+        link = partial(Link, env, cost, failing=failing_copies) if config.num_cpu_prefix_blocks else None
+        servers.append(
+            Replica(env, core, served_by, recorder, stepping=stepping, check=check, on_end=on_end, link=link)
+        )
         engines.append(core)
         recorders.append(recorder)
     route = ROUTERS[router]()

@@ -8,6 +8,8 @@ a fault turns), so the first step that fails is found by bisection, and a leap f
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
+from math import inf
 
 from sim.core.engine import EngineCore
 from sim.core.plan import Durations, Executor, OomReport, StepPlan, StepResult
@@ -29,10 +31,22 @@ class WorkspaceExecutor:
         if device.faults.double_release_due(plan.start_fs):
             self._release_twice(plan)
         result = self._inner.execute(plan)
+        if not plan.shape.num_tokens:
+            return result
         if not device.faults and device.steps.need(plan.shape, plan.repeat).bytes <= device.workspace_bytes:
-            return result  # nothing changes with time, and the last step is the widest
-        step = self._first_failure(plan, result.durations)
-        return result if step is None else self._fail(plan, result, step)
+            step = None  # nothing changes with time, and the last step is the widest
+        else:
+            step = self._first_failure(plan, result.durations)
+        if step is not None:
+            result = self._fail(plan, result, step)
+        return self._with_share(plan, result) if self._core.watches_workspace else result
+
+    def _with_share(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result, with the share of what is left for it that its last step needs."""
+        start_fs, last = plan.start_fs, result.steps - 1
+        left = self._device.left_bytes(start_fs + result.durations.before_fs(last))
+        headroom = self._device.headroom_bytes(plan.shape, start_fs, result.durations, last)
+        return replace(result, workspace_share=(left - headroom) / left if left > 0 else inf)
 
     def _first_failure(self, plan: StepPlan, durations: Durations) -> int | None:
         """The first step that needs more than is left at its start; None when all fit."""

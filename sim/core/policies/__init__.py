@@ -6,6 +6,7 @@ Victims are in `sim.core.preemption`, the simplest queues in `sim.core.waiting`,
 from .caps import FrontDoor, Level, MaxInFlight, MaxKvBlocks, MaxQueuedTokens, MaxRunning
 from .fair_queue import FairQueue
 from .latency import TtftDeadline
+from .lora_slots import LoraSlots
 from .new_token_ratio import NewTokenRatio, RatioSettings
 from .predicted_peak import PredictedPeak
 from .presets import PRESETS, Preset
@@ -23,6 +24,7 @@ __all__ = [
     "FrontDoor",
     "FullReservation",
     "Level",
+    "LoraSlots",
     "MaxInFlight",
     "MaxKvBlocks",
     "MaxQueuedTokens",

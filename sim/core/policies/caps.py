@@ -8,9 +8,10 @@ which count on arrival and give no Retry-After. Here the check and the count are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
-from ..admission import AdmissionBase, Rejection
+from ..admission import AdmissionBase, Displacement, Rejection
 from ..config import ConfigError
 from ..meters import Rate
 from ..request import Request, RequestSpec
@@ -74,16 +75,55 @@ class FrontDoor(AdmissionBase):
         )
 
 
+class Places:
+    """Who waits, least important first, of these the latest first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, RequestSpec]] = []
+        self._arrivals = 0
+        self._given_up: tuple[str, tuple[int, int, RequestSpec]] | None = None
+
+    def take(self, spec: RequestSpec, view: EngineView) -> None:
+        """A request joins the queue."""
+        self._arrivals += 1
+        heappush(self._heap, (-spec.priority, -self._arrivals, spec))
+        if len(self._heap) > 64 + 2 * view.num_waiting:  # most have long left the queue
+            self._heap = [entry for entry in self._heap if entry[2] is spec or view.is_queued(entry[2].request_id)]
+            heapify(self._heap)
+
+    def give_up(self, spec: RequestSpec, view: EngineView) -> RequestSpec | None:
+        """Take the place of the first that is less important than `spec`; None if nobody is."""
+        while self._heap and not view.is_queued(self._heap[0][2].request_id):
+            heappop(self._heap)
+        if not self._heap or self._heap[0][2].priority <= spec.priority:
+            return None
+        entry = heappop(self._heap)
+        self._given_up = (spec.request_id, entry)
+        return entry[2]
+
+    def take_back(self, spec: RequestSpec) -> str | None:
+        """`spec` did not enter after all: returns who keeps its place, if anybody was to lose it."""
+        if self._given_up is None or self._given_up[0] != spec.request_id:
+            return None
+        entry, self._given_up = self._given_up[1], None
+        heappush(self._heap, entry)
+        return entry[2].request_id
+
+
 class MaxInFlight(FrontDoor):
     """At most `limit` requests in the engine, running and queued together; 0 turns everybody away.
 
     The rate at which requests leave is counted from arrival to arrival, while the engine is full: somebody waits in it, or nine
     tenths of the limit are used. What leaves an engine that is not full says how few came, not how many it can serve.
-    Source: vLLM 0.29 `--max-num-queued-reqs` (503 when count + 1 > limit); SGLang's `max_queued_requests` counts the queue alone.
+    With `displace`, an arrival that finds no room takes the place of a queued request that is less important, if there is one: of
+    the least important the latest, which is told when to come back.
+    Source: vLLM 0.29 `--max-num-queued-reqs` (503 when count + 1 > limit); SGLang's `max_queued_requests` counts the queue alone, and
+    displaces where priorities are on.
     """
 
-    def __init__(self, limit: int, *, first_wait_s: float = 1.0, grace_s: float = 2.0) -> None:
+    def __init__(self, limit: int, *, first_wait_s: float = 1.0, grace_s: float = 2.0, displace: bool = False) -> None:
         super().__init__(first_wait_s=first_wait_s, grace_s=grace_s)
+        self._places = Places() if displace else None
         if limit < 0:
             raise ConfigError(f"the limit on requests in the engine is {limit}; it must be at least 0")
         self.limit = limit
@@ -91,16 +131,34 @@ class MaxInFlight(FrontDoor):
         self._last: tuple[int, int] | None = None
         """Time and number of finished requests at the last arrival, if the engine was full then."""
 
-    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | None:
+    def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | Displacement | None:
         """Count who is in the engine."""
         used = view.num_in_flight
         if not self.limit:
             return Rejection(code=self.code, http_status=503, reason="the server takes no requests: its limit is 0")
         rate = self._rate_per_s(view)
         level = Level(used=used, asked=1, limit=self.limit, units=1, drain=Drain(rate_per_s=rate))
-        return self._judge(
-            spec, view, level, f"{used} requests are in it, the limit is {self.limit}, and {rate:.3g} leave a second"
-        )
+        what = f"{used} requests are in it, the limit is {self.limit}, and {rate:.3g} leave a second"
+        said = self._judge(spec, view, level, what)
+        if self._places is None:
+            return said
+        if said is not None:
+            victim = self._places.give_up(spec, view)
+            if victim is None:
+                return said
+            self.promises.leave(spec.request_id)
+            said = self._judge(victim, view, level, what)
+            assert said is not None  # there is no more room than there was
+            reason = f"a request of priority {spec.priority} took its place, it has {victim.priority}; {said.reason}"
+            self._places.take(spec, view)
+            return Displacement(((victim.request_id, replace(said, code="displaced", reason=reason)),))
+        self._places.take(spec, view)
+        return None
+
+    def withdraw(self, spec: RequestSpec, view: EngineView) -> None:
+        """Whoever was to go for this request stays."""
+        if self._places is not None and (stays := self._places.take_back(spec)) is not None:
+            self.promises.leave(stays)
 
     def _rate_per_s(self, view: EngineView) -> float:
         now = (view.now_fs, view.drain.outputs.num_finished)

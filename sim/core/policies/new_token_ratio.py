@@ -58,7 +58,8 @@ class NewTokenRatio(AdmissionBase):
 
     In tokens: `extend + min(max_new, 4096) + page < free - ratio * sum(min(max_new_i - out_i, 4096))`. The ratio falls a little with
     every decode step, down to a floor; a retraction raises it to `(sum(out_i) + 20 n) / (sum(max_new_i) + 1)` over the n survivors, at
-    most 1; an idle engine starts afresh. Waived when nothing runs. Source: SGLang v0.5.17 `PrefillAdder`, `retract_decode` (§1.3.3
+    most 1; an idle engine starts afresh. Waived when nothing runs. With several attention groups what is to come counts in each;
+    windows are not credited, and nor are larger blocks. Source: SGLang v0.5.17 `PrefillAdder`, `retract_decode` (§1.3.3
     to 1.3.5).
 
     Not steady: the ratio falls, and what running requests may still add gets less, while they only decode; so a no can turn
@@ -93,10 +94,11 @@ class NewTokenRatio(AdmissionBase):
         if need_blocks > free:
             return False
         to_come = min(max(view.output_cap(request.spec) - request.num_output_tokens, 0), self.settings.clip_new_tokens)
-        asked = need_blocks * page + to_come + page
+        groups = view.num_groups  # a token takes a slot in each
+        asked = need_blocks * page + groups * (to_come + page)
         if asked >= free * page:  # no need to look at everybody
             return False
-        return asked < free * page - self.ratio(view) * self._sums.to_come(view)
+        return asked < free * page - self.ratio(view) * groups * self._sums.to_come(view)
 
     def preempted(self, view: EngineView) -> None:
         """Raise the ratio to what the survivors have really used of their caps."""

@@ -17,7 +17,8 @@ share their q.
 Assumptions. Everybody advances one token a step: steps that only compute prompts shift all alike, and a prompt not yet computed counts
 whole. Later arrivals are judged when they come. The worst single moment stands for the peak over all moments, which is a little
 more probable; moments are looked at a block apart at first, and then at distances that grow by half. Blocks that requests share
-are counted for each of them, and a sliding window is not credited: both err on the safe side. Source: kvtwin's own; no engine
+are counted for each of them, and the window of a model that has nothing else is not credited: both err on the safe side. With several
+attention groups b_i(h) is what all of them hold then, windows credited. Source: kvtwin's own; no engine
 that was read does this.
 """
 
@@ -82,6 +83,10 @@ def normal_exceeds(pool: int, mean: float, variance: float) -> float:
     return 0.5 * erfc((pool + 0.5 - mean) / sqrt(2.0 * variance))
 
 
+Kind = tuple[tuple[float, ...], list[int]]
+"""Running requests with one curve: when they will still run, and their lengths in tokens."""
+
+
 class PredictedPeak(AdmissionBase):
     """Start the head of the queue while P(peak demand > pool) <= `risk`; waived when nothing runs.
 
@@ -104,8 +109,11 @@ class PredictedPeak(AdmissionBase):
         self._curves: dict[tuple[str, int, int], tuple[float, ...]] = {}
         self._key: tuple[int, int, int, int] | None = None
         self._ahead: list[int] = [0]
-        self._few: list[tuple[tuple[float, ...], int]] = []
+        self._few: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
+        self._held: dict[int, tuple[int, ...]] = {}
         self._moments: list[tuple[float, float]] = []
+        self._equal: dict[tuple[float, ...], tuple[float, ...]] = {}
+        self._caps: dict[str, int] = {}  # output caps of the running
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the probability at the worst moment with the risk."""
@@ -119,12 +127,12 @@ class PredictedPeak(AdmissionBase):
         own = self._curve(
             request.spec.tenant, request.num_output_tokens, view.output_cap(request.spec), view.block_size
         )
-        held = blocks_for(request.num_tokens, view.block_size)
-        worst, pool = 0.0, view.num_blocks
-        for index, ahead in enumerate(self._ahead):
-            alive, blocks = own[index], held + ahead
-            if view.num_running < EXACT_UP_TO:
-                parts = [(curve[index], others + ahead) for curve, others in self._few]
+        held = self._blocks_ahead(request.num_tokens, view)
+        worst, pool, few = 0.0, view.num_blocks, view.num_running < EXACT_UP_TO
+        for index, blocks in enumerate(held):
+            alive = own[index]
+            if few:
+                parts = [(curve[index], others[index]) for curve, others in self._few]
                 chance = exceeds(pool, [*parts, (alive, blocks)])
             else:
                 mean, variance = self._moments[index]
@@ -145,23 +153,57 @@ class PredictedPeak(AdmissionBase):
         block_size = view.block_size
         self._ahead = horizons(block_size, view.max_model_len)
         self._few = []
-        alike: dict[tuple[float, ...], list[int]] = {}
+        alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}  # equal curves are one object
+        few = view.num_running < EXACT_UP_TO
+        caps, self._caps = self._caps, {}
         for running in view.running():
-            curve = self._curve(running.tenant, running.output_tokens, view.output_cap(running), block_size)
-            held = blocks_for(running.num_tokens, block_size)
-            alike.setdefault(curve, []).append(held)
-            if view.num_running < EXACT_UP_TO:
-                self._few.append((curve, held))
-        sums = [(curve, len(held), sum(held), sum(b * b for b in held)) for curve, held in alike.items()]
-        self._moments = []
-        for index, ahead in enumerate(self._ahead):
-            mean = variance = 0.0
-            for curve, num, held, squares in sums:
-                alive = curve[index]
-                if alive:  # sum of (b + ahead) and of (b + ahead)^2
-                    mean += alive * (held + num * ahead)
-                    variance += alive * (1.0 - alive) * (squares + 2 * ahead * held + num * ahead * ahead)
-            self._moments.append((mean, variance))
+            name = running.request_id
+            cap = self._caps[name] = caps.get(name) or view.output_cap(running)
+            num_tokens = running.num_tokens
+            curve = self._curve(running.tenant, num_tokens - running.input_tokens, cap, block_size)
+            alike.setdefault(id(curve), (curve, []))[1].append(num_tokens)
+            if few:
+                self._few.append((curve, self._blocks_ahead(num_tokens, view)))
+        kinds = list(alike.values())
+        self._moments = self._straight(kinds, block_size) if view.num_groups == 1 else self._bent(kinds, view)
+
+    def _blocks_ahead(self, num_tokens: int, view: EngineView) -> tuple[int, ...]:
+        """What a request of so many tokens holds at each horizon, if it runs until then."""
+        whole, block_size = blocks_for(num_tokens, view.block_size), view.block_size
+        if view.num_groups == 1:
+            return tuple(whole + ahead for ahead in self._ahead)
+        held = self._held.get(whole)
+        if held is None:
+            held = tuple(view.decoding_blocks((whole + ahead) * block_size) for ahead in self._ahead)
+            self._held[whole] = held
+        return held
+
+    def _bent(self, alike: list[Kind], view: EngineView) -> list[tuple[float, float]]:
+        """Mean and variance of the demand at each horizon, where what a request holds is no straight line."""
+        moments = [(0.0, 0.0)] * len(self._ahead)
+        for curve, lengths in alike:
+            held = [self._blocks_ahead(num_tokens, view) for num_tokens in lengths]
+            for index, alive in enumerate(curve):
+                if alive:
+                    mean, variance = moments[index]
+                    blocks = [own[index] for own in held]
+                    squares = sum(own * own for own in blocks)
+                    moments[index] = mean + alive * sum(blocks), variance + alive * (1.0 - alive) * squares
+        return moments
+
+    def _straight(self, alike: list[Kind], block_size: int) -> list[tuple[float, float]]:
+        """The same with one table, which grows by a block every block_size steps: sums of blocks and of their squares are enough."""
+        means, variances = [0.0] * len(self._ahead), [0.0] * len(self._ahead)
+        for curve, lengths in alike:
+            held = [blocks_for(num_tokens, block_size) for num_tokens in lengths]
+            num, total, squares = len(held), sum(held), sum(b * b for b in held)
+            for index, (alive, ahead) in enumerate(zip(curve, self._ahead, strict=True)):
+                if not alive:
+                    break  # nobody of them comes back to life
+                grown = num * ahead  # sum of (b + ahead) and of (b + ahead)^2
+                means[index] += alive * (total + grown)
+                variances[index] += alive * (1.0 - alive) * (squares + 2 * ahead * total + grown * ahead)
+        return list(zip(means, variances, strict=True))
 
     def _curve(self, tenant: str, output_tokens: int, cap: int, block_size: int) -> tuple[float, ...]:
         """When a request of this age and cap will still run; kept until lengths are learned anew."""
@@ -170,7 +212,7 @@ class PredictedPeak(AdmissionBase):
         if curve is None:
             rounded = output_tokens // block_size * block_size
             curve = still_running(rounded, cap, self._lengths(tenant), block_size, self._ahead)
-            self._curves[key] = curve
+            curve = self._curves[key] = self._equal.setdefault(curve, curve)
         return curve
 
     def _lengths(self, tenant: str) -> Survival:
@@ -185,7 +227,7 @@ class PredictedPeak(AdmissionBase):
         if self._learned_at >= 0 and (since == 0 or (outputs.num_finished > 64 and since < RELEARN_EVERY)):
             return
         self._learned_at = outputs.num_finished
-        self._curves = {}
+        self._curves, self._equal = {}, {}
         running: dict[str, list[int]] = {}
         for other in view.running():
             running.setdefault(other.tenant, []).append(other.output_tokens)

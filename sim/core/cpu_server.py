@@ -1,0 +1,152 @@
+"""The CPU executor: a second, slow server for requests that the degradation ladder moves off the device (`run_on_cpu`).
+
+A request that has its first token leaves the device's pool: its KV is saved to the CPU pool, where it has room for all tokens that it may
+still produce, and it goes on there at a fixed time a token, which is the executor's own cost and the same however many it serves at
+once (up to its slots) and however long their contexts are. When the rung goes off again, what is left comes back like a swapped request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .clock import to_fs
+from .config import ConfigError, EngineConfig
+from .draft import Draft
+from .need import slots_needed
+from .preemption import worst_priority
+from .request import Request, State
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuExecutor:
+    """What the CPU can do beside the device."""
+
+    token_s: float
+    """Seconds a token of one request takes."""
+    max_num_seqs: int = 8
+    """Most requests at once."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.token_s < float("inf"):
+            raise ConfigError(f"cpu_token_s is {self.token_s:g}; a token on the CPU takes a time above 0 s")
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"cpu_max_num_seqs is {self.max_num_seqs}; it must be at least 1")
+
+    def check(self, config: EngineConfig) -> None:
+        """Refuse an engine that could not use it. Raises ConfigError with the reason."""
+        if not config.num_cpu_blocks:
+            raise ConfigError("the CPU executor needs room for the KV of its requests: set num_cpu_blocks")
+        if config.sliding_window is not None or config.kv_groups:
+            raise ConfigError(
+                "the CPU executor is for full attention: this model's blocks leave windows while it decodes"
+            )
+        if config.async_scheduling:
+            raise ConfigError(
+                "the CPU executor and async_scheduling: this version moves nobody while a step is planned ahead; leave one of them out"
+            )
+
+
+class CpuServer:
+    """The requests that one engine's CPU executor serves."""
+
+    def __init__(self, executor: CpuExecutor, scheduler: Scheduler) -> None:
+        self.executor = executor
+        self._scheduler = scheduler
+        self._token_fs = to_fs(executor.token_s)
+        self.serving: dict[Request, int] = {}
+        """By request, in the order in which they came: up to when its tokens are counted."""
+        self.tokens = 0
+        """Tokens produced here so far."""
+
+    @property
+    def next_end_fs(self) -> int | None:
+        """When the next of them has all its tokens."""
+        ends = [since + self._left(request) * self._token_fs for request, since in self.serving.items()]
+        return min(ends, default=None)
+
+    def relieve(self, usage: float, draft: Draft, now_fs: int) -> None:
+        """Take running requests below the guard, least important first, until at most `usage` of the pool is owned; never the last."""
+        scheduler = self._scheduler
+        pool = scheduler.pool
+        while pool.num_owned > usage * pool.num_blocks and len(scheduler.running) > 1:
+            movable = {order: request for order, request in scheduler.running.items() if self._may_take(request)}
+            if not movable or not self._take(worst_priority(movable, scheduler.decode.known), draft, now_fs):
+                return
+
+    def finished(self, now_fs: int) -> list[Request]:
+        """Those who have all their tokens by now; they are served no more."""
+        done = [r for r, since in self.serving.items() if since + self._left(r) * self._token_fs <= now_fs]
+        for request in done:
+            self.leave(request, now_fs)
+        return done
+
+    def leave(self, request: Request, now_fs: int) -> None:
+        """A request is served no more; its room comes back, and its tokens are counted."""
+        self._count(request, now_fs)
+        del self.serving[request]
+        self._scheduler.cpu_pool.release(request.cpu_blocks, request.request_id)
+        request.cpu_blocks = []
+
+    def give_back(self, now_fs: int) -> None:
+        """The rung is off: everybody goes back to the device, as a swapped request, when its blocks are free there."""
+        scheduler = self._scheduler
+        for request in list(self.serving):
+            self._count(request, now_fs)
+            del self.serving[request]
+            kept = scheduler.config.blocks_at(0, request.num_computed_tokens)
+            scheduler.cpu_pool.release(request.cpu_blocks[kept:], request.request_id)
+            del request.cpu_blocks[kept:]
+            request.state = State.SWAPPED
+            scheduler.swapped.append(request)
+
+    def _may_take(self, request: Request) -> bool:
+        return (
+            not self._scheduler.knobs.spares(request.spec.priority)
+            and request.first_token_fs is not None
+            and request.decoding
+            and not request.dropped_tokens
+            and request.spec.forking is None
+        )
+
+    def _take(self, request: Request, draft: Draft, now_fs: int) -> bool:
+        """Move a request here; False, and nothing changed, if there is no slot or no room."""
+        scheduler, config = self._scheduler, self._scheduler.config
+        most_tokens = slots_needed(request.spec.input_tokens, scheduler.view.output_cap(request.spec))
+        room = max(config.most_blocks(most_tokens), len(request.table))
+        cpu_blocks = scheduler.cpu_pool.allocate(room) if len(self.serving) < self.executor.max_num_seqs else None
+        if cpu_blocks is None:
+            return False
+        scheduler.retire(request)
+        kept = scheduler.holdings.tables.computed(request.table, request.num_computed_tokens)
+        draft.swap_outs.append((request.request_id, list(zip(kept, cpu_blocks, strict=False))))
+        draft.released.append(
+            (request.request_id, scheduler.holdings.release(request, "goes on on the CPU", now_fs, reusable=True))
+        )
+        request.degrade("run_on_cpu")
+        request.cpu_blocks = cpu_blocks
+        request.state = State.ON_CPU
+        draft.to_cpu.append(request.request_id)
+        self.serving[request] = now_fs
+        return True
+
+    def _left(self, request: Request) -> int:
+        return max(request.target_tokens - request.num_tokens, 0)
+
+    def _count(self, request: Request, now_fs: int) -> None:
+        """Give a request the tokens that were produced until now."""
+        since_fs = self.serving[request]
+        produced = min((now_fs - since_fs) // self._token_fs, self._left(request))
+        if not produced:
+            return
+        assert request.last_token_fs is not None  # it has its first
+        request.other_gaps_fs.append(since_fs + self._token_fs - request.last_token_fs)
+        request.other_gaps_fs += [self._token_fs] * (produced - 1)
+        self.serving[request] = request.last_token_fs = since_fs + produced * self._token_fs
+        request.num_tokens += produced
+        request.num_computed_tokens = request.num_tokens - 1
+        request.computed_high = max(request.computed_high, request.num_computed_tokens)
+        self.tokens += produced

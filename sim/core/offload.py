@@ -1,0 +1,276 @@
+"""Saving prefix blocks to the CPU tier, and loading them again, while steps go on.
+
+Copies take time, and a fence says when one is done. Until then a block that is saved is not reused, and a block that is loaded belongs
+to its request, which neither computes on it nor shares it. A request that waits for a load is not running: it takes no place in a
+step. It holds all blocks that it needs to produce its first tokens, or it does not start to load: so loads never wait for each other
+(vLLM #45388, #57104). An abort leaves the blocks of a copy under way behind its fence (#32255). A load that fails is computed instead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .blocks import BlockPool
+from .config import EngineConfig
+from .holdings import Holdings
+from .need import blocks_for, new_blocks_for_whole
+from .request import Request, State
+from .tier import PrefixTier, TierBlock
+
+LOOK_AHEAD_BLOCKS = 256
+"""How far beyond the blocks that write-back keeps saved it looks for one that is not, to know for how long nothing needs saving."""
+
+Save = tuple[int, tuple[tuple[int, int], ...]]
+"""`(fence, (device block, CPU block) pairs)`."""
+Load = tuple[str, int, tuple[tuple[int, int], ...]]
+"""`(request_id, fence, (CPU block, device block) pairs)`."""
+
+
+@dataclass(slots=True, eq=False)
+class Loading:
+    """A request whose prefix is loaded, or has been and waits for its turn to run."""
+
+    request: Request
+    fence: int
+    found: list[TierBlock]
+    """What is read."""
+    hits: int
+    """Leading blocks of its table that were on the device."""
+    since_fs: int
+    """Up to when the tokens in its blocks are accounted for."""
+    done: bool = False
+
+
+class Offload:
+    """The copies between one engine's device pool and its CPU prefix tier, and who waits for them."""
+
+    def __init__(self, config: EngineConfig, holdings: Holdings) -> None:
+        self.tier = PrefixTier(config.num_cpu_prefix_blocks)
+        self._config = config
+        self._holdings = holdings
+        self._pool: BlockPool = holdings.pool
+        self._write_back = config.cpu_prefix_mode == "write_back"
+        self._window = min(
+            blocks_for(config.max_num_batched_tokens, config.block_size), max(1, config.num_gpu_blocks // 4)
+        )
+        self._completed: deque[tuple[int, int]] = deque()
+        self._saves: dict[int, list[TierBlock]] = {}
+        self._loads: dict[int, Loading] = {}
+        self._no_load: set[Request] = set()
+        self._tried: dict[int, int] = {}  # by block: its content that was saved, and may be gone from the tier since
+        self._fence = 0
+        self.save_all = False
+        """Whether all cached blocks that nobody holds are to be saved, and not only those that are next to be reused (`offload_cache`)."""
+        self.loading: dict[Request, Loading] = {}
+        """Requests that hold blocks and do not run."""
+        self.ready: deque[Loading] = deque()
+        """Those of them whose load has ended, in that order."""
+        self.new_loads: list[Load] = []
+        """Loads begun since the engine last took them."""
+        self.hit_tokens = 0
+        """Prompt tokens that first admissions did not find on the device but in the tier."""
+        self.saved_blocks = self.loaded_blocks = self.failed_copies = 0
+        """Blocks whose copies were begun, and copies that failed."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a copy is under way."""
+        return bool(self._saves or self._loads)
+
+    def is_under_way(self, fence: int) -> bool:
+        """Whether a copy with this fence is."""
+        return fence in self._saves or fence in self._loads
+
+    # -- loads ------------------------------------------------------------------------------------------------------------
+
+    def find(self, request: Request, hits: int) -> list[TierBlock] | None:
+        """What the tier has of a waiting request's prefix beyond its `hits` blocks on the device; empty if nothing. None: it had
+        better wait, because a copy that is under way brings what comes next. Sequences that fork do not load: they find what the
+        others of their family have.
+        """
+        if request.spec.forking is not None:
+            return []
+        stop = self._holdings.findable_blocks(request)
+        if hits >= stop or request in self._no_load or not self._holdings.reuses(request):
+            return []
+        keys = request.keys.keys(hits, stop)
+        return None if self.tier.is_moving(keys[0]) else self.tier.find(keys)
+
+    def need(self, request: Request, hits: list[int]) -> tuple[int, int]:
+        """Blocks that a request must hold before it may load: all its known tokens' and that of the next, and those of them that come
+        from the free queue.
+        """
+        tokens = request.num_tokens
+        if (request.spec.max_tokens or 2) > request.num_output_tokens + 1 and tokens < self._config.max_model_len:
+            tokens += 1
+        whole = min(blocks_for(tokens, self._config.block_size), self._pool.num_blocks)
+        return whole, new_blocks_for_whole(whole, len(hits), self._pool.num_unreferenced(hits))
+
+    def begin_load(self, request: Request, hits: list[int], found: list[TierBlock], whole: int, now_fs: int) -> None:
+        """Take the blocks and load; there must be enough."""
+        pool, holdings = self._pool, self._holdings
+        pool.acquire(hits)
+        self.used(hits)
+        blocks = pool.allocate(whole - len(hits))
+        assert blocks is not None  # `need` was compared with what is free
+        request.table.blocks = [*hits, *blocks]
+        request.state = State.LOADING
+        request.num_computed_tokens = len(hits) * self._config.block_size
+        request.num_registered = len(hits)
+        holdings.hold(request, whole, now_fs)
+        loading = self.loading[request] = Loading(request, self._new_fence(), found, len(hits), now_fs)
+        if hits:
+            holdings.sharing.join(request, holdings.tables.split(hits), now_fs)
+        self.tier.begin_load(found)
+        self._loads[loading.fence] = loading
+        self.loaded_blocks += len(found)
+        pairs = tuple((block.block_id, target) for block, target in zip(found, blocks, strict=False))
+        self.new_loads.append((request.request_id, loading.fence, pairs))
+
+    def leave(self, loading: Loading, now_fs: int) -> None:
+        """A request stops being one that loads: it runs now, or it is gone."""
+        self._settle(loading, now_fs)
+        del self.loading[loading.request]
+        if loading.done:
+            self.ready.remove(loading)
+
+    def drop(self, request: Request, why: str, now_fs: int) -> None:
+        """A request goes away; blocks that its load still writes return when that is done."""
+        loading = self.loading[request]
+        self.leave(loading, now_fs)
+        if loading.done:
+            self._holdings.release(request, why, now_fs, reusable=False)
+        else:
+            self._holdings.release_unwritten(request, loading.hits, why, loading.fence, now_fs)
+
+    # -- saves ------------------------------------------------------------------------------------------------------------
+
+    def note(self, block_ids: Iterable[int], keys: Iterable[int]) -> None:
+        """These blocks are full, or will be after the step that is being planned."""
+        if not self._write_back:
+            self._completed.extend(zip(block_ids, keys, strict=True))
+
+    def take_completed(self) -> deque[tuple[int, int]]:
+        """Blocks noted so far; those noted from now on are computed by the step that is being planned."""
+        completed, self._completed = self._completed, deque()
+        return completed
+
+    def put_off(self, completed: deque[tuple[int, int]]) -> None:
+        """Blocks that were taken to be saved are not saved in this plan."""
+        self._completed.extendleft(reversed(completed))
+
+    def used(self, block_ids: Iterable[int]) -> None:
+        """These were found on the device and are held again: they are worth saving again."""
+        for block_id in block_ids:
+            self._tried.pop(block_id, None)
+
+    def save(self, completed: deque[tuple[int, int]]) -> tuple[Save, ...]:
+        """Begin to save what is due: the blocks completed by earlier steps, or those that will be evicted next."""
+        pool = self._pool
+        if self._write_back or self.save_all:
+            completed.extend(self._next_evicted())
+        room = (pool.num_free - pool.num_set_aside) // 2  # at most as many free blocks wait for copies as can be taken
+        source: list[int] = []
+        target: list[TierBlock] = []
+        put_off: list[tuple[int, int]] = []
+        for block_id, key in completed:
+            if pool.index.key_of(block_id) != key or key in self.tier or pool.is_read(block_id):
+                continue
+            if pool.is_free(block_id):
+                if room <= 0:
+                    put_off.append((block_id, key))
+                    continue
+                room -= 1
+            elif not pool.ref_cnt(block_id):
+                put_off.append((block_id, key))  # somebody else's fence is before it
+                continue
+            block = self.tier.begin_save(key)
+            if block is None:
+                break
+            self._tried[block_id] = key
+            source.append(block_id)
+            target.append(block)
+        if not self._write_back:
+            self.put_off(deque(put_off))
+        if not source:
+            return ()
+        fence = self._new_fence()
+        pool.read(source, fence)
+        self._saves[fence] = target
+        self.saved_blocks += len(source)
+        pairs = tuple((block_id, block.block_id) for block_id, block in zip(source, target, strict=True))
+        return ((fence, pairs),)
+
+    def blocks_until_save(self, room: int) -> int | None:
+        """How many of `room` blocks may be taken before another save could begin, if nothing comes, goes or arrives; None if time alone
+        may begin one.
+        """
+        pool = self._pool
+        if not self._write_back or pool.num_free - pool.num_set_aside < 2 or not self.tier.num_obtainable:
+            return room
+        if pool.order_changes:
+            return None
+        window = max(self._window - pool.num_set_aside, 0)
+        ahead = pool.peek(min(window + LOOK_AHEAD_BLOCKS, pool.num_free))
+        unsaved = next(
+            (place for place, block_id in enumerate(ahead) if self._unsaved(block_id) is not None), len(ahead)
+        )
+        return min(room, max(unsaved - window, 0))
+
+    def _next_evicted(self) -> list[tuple[int, int]]:
+        """Blocks not saved yet among those that are to be reused next."""
+        pool = self._pool
+        window = pool.num_free if self.save_all else min(max(self._window - pool.num_set_aside, 0), pool.num_free)
+        unsaved = ((block_id, self._unsaved(block_id)) for block_id in pool.peek(window))
+        return [(block_id, key) for block_id, key in unsaved if key is not None]
+
+    def _unsaved(self, block_id: int) -> int | None:
+        """The content of a block, if it has some that was not saved since it was last used: a tier that is too small would otherwise
+        save the same blocks in turn for ever.
+        """
+        key = self._pool.index.key_of(block_id)
+        return None if key is None or key in self.tier or self._tried.get(block_id) == key else key
+
+    # -- fences -----------------------------------------------------------------------------------------------------------
+
+    def pass_fence(self, fence: int, now_fs: int, *, done: bool) -> None:
+        """A copy under way has ended; `done` is False if it failed."""
+        self.failed_copies += not done
+        if (saved := self._saves.pop(fence, None)) is not None:
+            self.tier.end_save(saved, done=done)
+            self._pool.pass_fence(fence)
+            return
+        loading = self._loads.pop(fence)
+        request = loading.request
+        self.tier.end_load(loading.found, done=done)
+        self._pool.pass_fence(fence)
+        if request not in self.loading:
+            return  # its client left, and its blocks have returned just now
+        self._settle(loading, now_fs)
+        loading.done = True
+        self.ready.append(loading)
+        if not done:
+            self._no_load.add(request)
+            return
+        stop = loading.hits + len(loading.found)
+        self._pool.index.add(request.table.blocks[loading.hits : stop], (block.key for block in loading.found))
+        request.num_registered = stop
+        request.num_computed_tokens = stop * self._config.block_size
+        if not request.num_preemptions:
+            self.hit_tokens += len(loading.found) * self._config.block_size
+
+    def forget(self, request: Request, private_keys: Iterable[int]) -> None:
+        """A request has ended; what it left for itself nobody will look for."""
+        self._no_load.discard(request)
+        self.tier.forget(private_keys)
+
+    def _settle(self, loading: Loading, now_fs: int) -> None:
+        loading.request.token_fs += loading.request.num_computed_tokens * (now_fs - loading.since_fs)
+        loading.since_fs = now_fs
+
+    def _new_fence(self) -> int:
+        """Fences of copies count down, so that no other fence of the pool is one of theirs."""
+        self._fence -= 1
+        return self._fence
