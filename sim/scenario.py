@@ -266,8 +266,10 @@ def _check_workload(workload: WorkloadTable, label: _Label) -> None:
 
 
 def _check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, label: _Label) -> None:
-    """Keys about what is kept where, of which one is without effect, or impossible, because of another."""
-    given = policy.model_fields_set
+    """Keys about what is kept where, of which one is without effect, or impossible, because of another. A default that is spelt out
+    is no mistake: the scenario in a summary spells out all of them.
+    """
+    given = {key for key, field in PolicyTable.model_fields.items() if getattr(policy, key) != field.default}
     blocks, tier = policy.num_cpu_prefix_blocks, label("policy", "num_cpu_prefix_blocks")
     if blocks and not engine.enable_prefix_caching:
         raise ScenarioError(
