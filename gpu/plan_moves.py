@@ -80,7 +80,8 @@ class PlanMoves:
             self._put(f"swap-out of {request_id}", partial(self.cpu.swap_out, request_id, pairs))
         for request_id, blocks in releases:
             strict = request_id not in never_used
-            self._put(f"release by {request_id}", partial(self._release, request_id, blocks, strict=strict))
+            release = partial(self._release, request_id, blocks, strict=strict, whole=request_id in plan.preempted)
+            self._put(f"release by {request_id}", release)
         for batch in independent(plan.copies):
             self._put("copy-on-write", partial(self._copy, batch))
         for request_id, pairs in plan.swap_ins:
@@ -146,9 +147,13 @@ class PlanMoves:
             self._journal.popleft()
         self.during = ""
 
-    def _release(self, name: str, blocks: Sequence[int], *, strict: bool) -> None:
-        """Not `strict`: a victim gives back, with the rest, blocks that it got in the same plan and never used."""
+    def _release(self, name: str, blocks: Sequence[int], *, strict: bool, whole: bool = False) -> None:
+        """Not `strict`: somebody gives back, with the rest, blocks that it got in the same plan and never used. A victim gives back the
+        `whole` of what it held, also a block that a copy was to replace in this plan, and has not.
+        """
         held = self._held.get(name, ())
+        if whole:
+            blocks = held
         self._give_back(name, blocks if strict else [block for block in blocks if block in held])
         given = set(blocks)
         rest = tuple(NO_BLOCK if block in given else block for block in held)

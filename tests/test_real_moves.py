@@ -132,6 +132,15 @@ def test_a_victim_may_give_back_what_it_never_used(device):
     assert device.pool.tags.num_held == 0
 
 
+def test_a_victim_gives_back_the_block_that_a_copy_was_to_replace(device: Device):
+    """It shares its last block with a copy of itself, got another one to write into, and lost everything, all in one plan."""
+    device.owns("a", [1, 2], 8)
+    device.begin(forks=(("b", "a", (1, 2)),), preempted=("b", "a"), releases=(("b", (1, 2)), ("a", (1, 3))), copies=())
+    assert device.pool.tags.num_held == 0
+    device.hold("a", [5, 6])
+    assert device.pool.tags.holders(5) == ("a",)
+
+
 def test_nobody_else_may(device):
     device.owns("a", [1])
     with pytest.raises(
