@@ -25,7 +25,7 @@ from experiments.profile_sources import (
     RUNS,
     Case,
 )
-from experiments.validate_profiles import A100_CALIBRATED_ON, A100_RATES, two_rates_correction
+from experiments.validate_profiles import A100_CALIBRATED_ON, rates_of, two_rates_correction
 from experiments.validate_silicon import errors
 from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile_file import read_profile
@@ -109,7 +109,7 @@ def test_the_roofline_is_told_apart_from_the_run(data_dir: Path, pressed: Judgem
 def test_l4_rates_that_were_not_fitted_to(data_dir: Path) -> None:
     """Corrected on 0.5 and 0.84 a second; at 0.67 and 1.0 TPOT within 5 %, TTFT p99 within 25 %, and the cliff where it was."""
     folder = data_dir / "runs" / "llm-d-benchmark" / A100.run
-    runs = {rate: read_run(folder / f"qps_{rate}.csv") for rate in A100_RATES}
+    runs = rates_of(folder)
     requests = with_sessions(runs, A100_CALIBRATED_ON)
     _, cost = two_rates_correction(runs, requests)
     scenario = A100.scenario(num_gpu_blocks_override=2300)  # what `validate_profiles L4` finds from 0.84 a second
