@@ -121,7 +121,7 @@ def test_l4_rates_that_were_not_fitted_to(data_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_l5_tpot_of_h100_rows(data_dir: Path) -> None:
-    error = errors(data_dir, "profile")
+    error = errors(data_dir / "runs" / "silicon_h100_dense.csv", "profile")
     absolute = error["tpot_error"].abs()
     assert absolute[error["backend"] == "vllm"].median() <= 0.08
     assert absolute.median() <= 0.12
