@@ -12,7 +12,7 @@ from .readers import aiconfigurator, distserve, llmservingsim, splitwise
 from .whole_steps import fit_whole_steps
 
 KNOWN = (
-    "LLMServingSim kernel profiles (a folder with meta.yaml and tpN/*.csv), aiconfigurator tables (a folder SYSTEM/vllm/VERSION/*.parquet), "
+    "LLMServingSim kernel profiles (a folder with meta.yaml, tpN/*.csv), aiconfigurator tables (a folder SYSTEM/vllm/VERSION/*.parquet), "
     "DistServe's laws (profiler-*.json) and Splitwise's batch timings (perf_model.csv)"
 )
 

@@ -201,7 +201,8 @@ def diagnose_command(
         list[Path],
         typer.Argument(
             metavar="FILE…",
-            help="An OOM message, a server log, a PyTorch memory snapshot, a memory curve (CSV), a request log.",
+            help="An OOM message, a server log, a PyTorch memory snapshot, a memory curve (CSV), a request log, a folder of results; "
+            "- is stdin.",
         ),
     ],
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="What was served.")] = None,

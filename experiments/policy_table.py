@@ -6,7 +6,7 @@ Capacity is the highest rate at which `vllm-v1` serves 95 % of the requests with
 0.8, 1.0, 1.2 and 1.5 of it every preset gets the same requests: a fifth of them important (priority 0), the rest not (priority 1).
 Every figure is a mean over the replications with half the width of its t interval (95 %); `ladder's gain` is the interval of the
 paired difference, replication by replication. `lost` counts important requests that `ladder` failed (rejected, failed or timed out)
-and this preset finished, request by request: it should be 0.
+and this preset finished, request by request, and should be 0; `late` those that `ladder` served late or not and this preset in time.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Run:
     served: Served
     finished: frozenset[str]
     """Important requests that were served to their end, in time or not."""
+    in_time: frozenset[str]
+    """Those that met the objectives."""
     failed: frozenset[str]
     """Important requests that were rejected, failed or timed out."""
 
@@ -110,7 +112,12 @@ def run(workload: str, policy: str, rate: float, requests: int, replication: int
         important_served=sum(map(good, important)) / max(len(important), 1),
         important_failed=len(failed),
     )
-    return Run(served=came_to, finished=frozenset(row[5] for row in important if row[1] == "finished"), failed=failed)
+    return Run(
+        served=came_to,
+        finished=frozenset(row[5] for row in important if row[1] == "finished"),
+        in_time=frozenset(row[5] for row in important if good(row)),
+        failed=failed,
+    )
 
 
 def capacity_per_s(workload: str, requests: int) -> float:
@@ -149,6 +156,7 @@ def table(
                 gain = paired_difference(theirs, own, smaller_is_better=False)
                 row["ladder_gains_per_s"] = [gain.difference, gain.low, gain.high]
                 row["lost"] = sum(len(a.failed & b.finished) for a, b in zip(ours, results, strict=True))
+                row["late"] = sum(len(b.in_time - a.in_time) for a, b in zip(ours, results, strict=True))
             yield row
 
 
@@ -164,7 +172,7 @@ def shown(row: dict[str, Any]) -> str:
         f"| {row['load']:.1f} ({row['rate_per_s']:.2f}/s) | {row['preset']} | {figure('goodput_per_s', '.2f')} "
         f"| {figure('ttft_p99_s', '.2f')} | {figure('tpot_p99_s', '.1f', 1000)} | {figure('degraded', '.1f', 100)} "
         f"| {figure('rejected', '.1f', 100)} | {figure('preempted', '.1f', 100)} | {figure('important_served', '.1f', 100)} "
-        f"| {row.get('lost', '')} | {'' if gain is None else f'{gain[0]:+.2f} [{gain[1]:+.2f}, {gain[2]:+.2f}]'} |"
+        f"| {row.get('lost', '')} | {row.get('late', '')} | {'' if gain is None else f'{gain[0]:+.2f} [{gain[1]:+.2f}, {gain[2]:+.2f}]'} |"
     )
 
 
@@ -186,10 +194,10 @@ def main() -> None:
     capacity = options.capacity or capacity_per_s(options.workload, options.requests)
     rows = []
     print(
-        "| load | preset | good/s | TTFT p99 s | TPOT p99 ms | degraded % | rejected % | preempted % | important in time % | lost "
+        "| load | preset | good/s | TTFT p99 s | TPOT p99 ms | degraded % | rejected % | preempted % | important in time % | lost | late "
         "| ladder's gain/s |"
     )
-    print("|---" * 11 + "|")
+    print("|---" * 12 + "|")
     for row in table(
         options.workload, options.requests, options.replications, options.presets, capacity, options.loads
     ):

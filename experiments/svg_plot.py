@@ -35,15 +35,16 @@ class Series:
     dashed: bool = False
 
 
-def line_plot(title: str, series: Sequence[Series], *, x_label: str, y_label: str) -> str:
-    """The plot as a `<figure>` with its title and legend; empty when no series has a point."""
+def line_plot(title: str, series: Sequence[Series], *, x_label: str, y_label: str, from_zero: bool = True) -> str:
+    """The plot as a `<figure>` with its title and legend; empty when no series has a point. `from_zero`: the y axis begins at 0."""
     drawn = [one for one in series if len(one.x)]
     if not drawn:
         return ""
     low_x = min(min(one.x) for one in drawn)
     high_x = max(max(one.x) for one in drawn)
     high_y = max(max(one.y) for one in drawn)
-    low_y = min(0.0, min(min(one.y) for one in drawn))
+    low_y = min(min(one.y) for one in drawn)
+    low_y = min(0.0, low_y) if from_zero else low_y - 0.05 * (high_y - low_y)
     plot = _Plane(low_x, high_x if high_x > low_x else low_x + 1.0, low_y, high_y if high_y > low_y else low_y + 1.0)
     body = [*plot.grid(x_label, y_label)]
     legend = []
@@ -57,7 +58,7 @@ def line_plot(title: str, series: Sequence[Series], *, x_label: str, y_label: st
     return (
         f'<figure style="margin:0"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" '
         f'style="width:100%;font:11px system-ui,sans-serif">{"".join(body)}</svg>'
-        f'<figcaption class="small"><b>{escape(title)}</b><br><span class="soft">{" &ensp; ".join(legend)}</span></figcaption></figure>'
+        f'<figcaption class="small"><b>{escape(title)}</b><br/><span class="soft">{" &ensp; ".join(legend)}</span></figcaption></figure>'
     )
 
 

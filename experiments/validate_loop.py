@@ -83,7 +83,7 @@ def designed_steps(seed: int, noise: float, count: int = 400) -> list[tuple[Batc
 
 
 def coverage(runs: int, resamples: int = 100) -> tuple[float, float]:
-    """Share of true values inside their 95 % intervals over `runs` noisy designed sets, and the worst term's error in a set, in the median."""
+    """Share of true values inside their 95 % intervals over `runs` noisy designed sets, and the median error of a set's worst term."""
     inside, worst = 0, []
     for seed in range(runs):
         fit = fit_steps(designed_steps(seed, NOISE), resamples=resamples)

@@ -12,12 +12,12 @@ from typing import Any
 
 from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, StepResult
 
+from .cpu_moves import CpuMoves
 from .forward_pass import ForwardPass
 from .op_timeline import OpTimeline
 from .out_of_memory import OUT_OF_MEMORY, freed_but_pending, oom_report
 from .plan_moves import PlanMoves
 from .readings import MemoryReader, StepReading
-from .swap import BlockMover
 from .timing import step_timer
 
 
@@ -28,19 +28,21 @@ class TorchExecutor:
         self,
         forward: ForwardPass,
         *,
-        mover: BlockMover | None = None,
+        cpu: CpuMoves | None = None,
         is_cached: Callable[[int], bool] = lambda block_id: False,
         watch: AbstractContextManager[Any] | None = None,
         on_step: Callable[[StepReading], None] | None = None,
         memory: MemoryReader | None = None,
         timeline: OpTimeline | None = None,
     ) -> None:
-        """`is_cached` says whether the core's prefix cache may find a block; `watch` is entered around every step (a meter
-        with a byte limit, for instance); `on_step` gets a reading a step, with what `memory` reads; `timeline` follows one step.
+        """`cpu` moves blocks to and from the CPU, where plans do. `is_cached` says whether the core's prefix cache may find a block;
+        `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets a reading a step, with what
+        `memory` reads; `timeline` follows one step.
         """
         self.forward = forward
         self.model, self.pool, self.workspace = forward.model, forward.pool, forward.workspace
-        self._moves = PlanMoves(forward.pool, forward.model.ops, mover, is_cached=is_cached)
+        cpu = CpuMoves(forward.pool, forward.model.ops) if cpu is None else cpu
+        self._moves = PlanMoves(forward.pool, forward.model.ops, cpu, is_cached=is_cached)
         self._watch = nullcontext() if watch is None else watch
         self._on_step, self._memory = on_step, memory
         self.timeline = timeline
@@ -71,6 +73,8 @@ class TorchExecutor:
         report: OomReport | None = None
         for child, source, _ in plan.forks:
             self.forward.tokens.fork(child, source)
+        if not plan.shape.num_tokens:
+            return self._only_moves(plan)
         first = plan.scheduled(0)
         tables = [len(request.block_table) for request in first]
         for ahead in range(plan.repeat):
@@ -105,8 +109,7 @@ class TorchExecutor:
             "computed_tokens": self.computed_tokens,
             "sampled_tokens": self.sampled_tokens,
             "copied_blocks": self._moves.copied_blocks,
-            "swapped_out_blocks": self._moves.swapped_out_blocks,
-            "swapped_in_blocks": self._moves.swapped_in_blocks,
+            **self._moves.cpu.report(),
             "bytes": {
                 "weights": self.model.weights.num_bytes,
                 "kv_cache": counters.reserved_bytes,
@@ -115,6 +118,17 @@ class TorchExecutor:
             },
             "blocks": {"allocated": counters.allocated_blocks, "quarantined": counters.quarantined_blocks, "free": counters.free_blocks},
         }  # fmt: skip
+
+    def _only_moves(self, plan: StepPlan) -> StepResult:
+        """A plan that computes nothing and begins copies; it takes no time."""
+        report: OomReport | None = None
+        self.pool.begin_step(plan.step)
+        try:
+            self._moves.begin(plan)
+        except OUT_OF_MEMORY as error:
+            report = oom_report(error, self._moves.during, self.pool.device)
+        self.pool.end_step()
+        return StepResult(durations=Durations.one(0), oom=report)
 
     # -- one step -------------------------------------------------------------------------------------------------
 

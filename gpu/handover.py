@@ -26,8 +26,11 @@ def hand_over(
     target: PagedKVPool,
     target_table: Sequence[int],
     context_tokens: int,
+    *,
+    release: bool = True,
 ) -> None:
-    """Copy the first `context_tokens` tokens' KV of `owner` into blocks of another pool, and give the source's blocks back.
+    """Copy the first `context_tokens` tokens' KV of `owner` into blocks of another pool, and give the source's blocks back (without
+    `release`, somebody else does).
 
     The target's blocks are held by `owner` from here on. NO_BLOCK in the source's table must stand at the same places in the target's.
     The copy is complete on return, whatever the devices.
@@ -49,7 +52,8 @@ def hand_over(
         for pool in (source, target):
             if pool.device.type == "cuda":
                 torch.cuda.synchronize(pool.device)
-    source.release(owner, [block for block in source_table if block != NO_BLOCK])
+    if release:
+        source.release(owner, [block for block in source_table if block != NO_BLOCK])
 
 
 def _check(

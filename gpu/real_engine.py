@@ -19,6 +19,8 @@ from sim.core.request import RequestSpec
 from sim.memory.graphs import graph_plan
 
 from .batch import BatchBuffers, Sampling
+from .cpu_lane import CpuLane
+from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
 from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
@@ -156,7 +158,14 @@ class RealEngine:
         index = len(self.executors)
         executor = TorchExecutor(
             forward,
-            mover=mover,
+            cpu=CpuMoves(
+                pool,
+                ops,
+                mover=mover,
+                lane=CpuLane(
+                    forward.model, layout, self.tokens, sampling=settings.sampling, max_model_len=engine.max_model_len
+                ),
+            ),
             is_cached=core.pool.index.__contains__,
             watch=None if self._budget is None else StorageMeter(self._budget),
             on_step=self._on_step if self._recorder is None else self._recorder(index),

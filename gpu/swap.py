@@ -128,6 +128,27 @@ class BlockMover:
             self.cpu_pool.drop(key, transfer.fence)
         return transfer
 
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Transfer:
+        """Start saving device blocks into these CPU slots, which the caller owns and nobody keeps (a prefix tier that the core
+        addresses itself). Release neither end before the transfer's fence has passed.
+
+        Raises:
+            ValueError: not as many slots as blocks, or NO_BLOCK is among the blocks.
+        """
+        return self._by_address(block_ids, slots, out=True)
+
+    def load(self, block_ids: Sequence[int], slots: Sequence[int]) -> Transfer:
+        """Start loading these CPU slots into device blocks, and order the current stream after it. As `save` otherwise."""
+        return self._by_address(block_ids, slots, out=False)
+
+    def _by_address(self, block_ids: Sequence[int], slots: Sequence[int], *, out: bool) -> Transfer:
+        _refuse_no_block("the prefix tier", block_ids)
+        if len(block_ids) != len(slots):
+            raise ValueError(
+                f"{len(block_ids)} blocks of the device and {len(slots)} slots of the CPU pool do not match"
+            )
+        return self._start("the prefix tier", list(block_ids), list(slots), out=out)
+
     def poll(self) -> None:
         """Do the copies that were put off and are due (CPU device with `latency_steps`)."""
         due = [move for move in self._put_off if move[0].passed()]

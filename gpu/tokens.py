@@ -49,6 +49,10 @@ class TokenBook:
             raise ValueError(f"{request_id} is to compute token {stop - 1}, but only {len(known)} are known")
         return known[start:stop]
 
+    def num_known(self, request_id: str) -> int:
+        """Tokens of a request that are known: its prompt, and what has been sampled."""
+        return len(self._known[request_id]) if request_id in self._known else self.spec(request_id).input_tokens
+
     def record(self, request_id: str, position: int, token: int) -> None:
         """The model sampled `token` for `position`. What was recorded from there on, by steps that did not count, is forgotten.
 

@@ -73,6 +73,25 @@ class DecoderWeights:
         """Bytes of all storages, shared ones once."""
         return storage_bytes(self.tensors)
 
+    def to(self, device: Any) -> DecoderWeights:
+        """The same weights on `device`; themselves when they are there. Tied ones stay tied."""
+        moved: dict[int, Any] = {}
+
+        def on_device(tensor: Any) -> Any:
+            if tensor is None:
+                return None
+            return moved.setdefault(id(tensor), tensor.to(device))
+
+        return DecoderWeights(
+            embedding=on_device(self.embedding),
+            layers=tuple(
+                LayerWeights(**{name: on_device(getattr(layer, name)) for name in LayerWeights.__slots__})
+                for layer in self.layers
+            ),
+            final_norm=on_device(self.final_norm),
+            head=on_device(self.head),
+        )
+
     @classmethod
     def random(cls, config: DecoderConfig, *, seed: int, dtype: Any, device: Any) -> DecoderWeights:
         """Seeded random weights that keep the variance of what passes through them.

@@ -48,10 +48,6 @@ def _check(forking: Forking, preset: str, config: EngineConfig) -> None:
             f"{what} share blocks, but [policy] policy orca keeps every sequence in one contiguous piece and shares nothing; choose "
             "another policy"
         )
-    if config.async_scheduling:
-        raise ScenarioError(
-            f"{what} fork when a step is over, but with [engine] async_scheduling the next one is planned before that; give one of them"
-        )
     if forking.width > config.max_num_seqs:
         raise ScenarioError(
             f"{forking.width} {what} of a request run together, but [engine] max_num_seqs is {config.max_num_seqs}; raise it to at least "

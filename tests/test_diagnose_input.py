@@ -1,5 +1,6 @@
 """Whatever is given, the answer is a diagnosis or one clear error; the document and the exit codes are the contract's."""
 
+import io
 import json
 import pickle
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.cli import main
 from experiments.investigator import Cause, DiagnoseError, diagnose, diagnose_text, run_diagnose
 from experiments.investigator.render import print_diagnosis
 from sim.core.config import ConfigError
@@ -178,3 +180,9 @@ def test_a_long_log_is_read_where_it_matters_and_its_line_numbers_stay(tmp_path)
     assert any("line 30003" in sentence for sentence in diagnosis.evidence)
     assert diagnosis.fixes[0].change == "--gpu-memory-utilization 0.96"
     assert any("is long" in note for note in diagnosis.notes)
+
+
+def test_a_message_can_be_piped_in(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("ValueError: No available memory for the cache blocks."))
+    assert main(["diagnose", "-", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["category"] == "KV capacity"

@@ -123,6 +123,41 @@ def test_a_simulated_failure_is_diagnosed_right(
     assert document["confidence"] >= 0.5
 
 
+ALONE = {
+    # What one file says by itself. A log cannot tell memory in pieces from memory that waits for a stream, and says so.
+    "oom.log": {name for name in FAILURES if name not in ("KV capacity", "leak", "cached by the allocator", "pending frees")},
+    "memory.csv": {name for name in FAILURES if name not in ("pool beyond the budget", "pending frees")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", ALONE)
+@pytest.mark.parametrize("name", FAILURES)
+def test_one_file_alone_says_it_too(
+    file: str, name: str, left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [path for path in left_behind[name] if path.endswith(file)]
+    if name in ALONE[file]:
+        assert diagnosed(capsys, *files)["category"] == FAILURES[name][1]
+    elif name == "pending frees":
+        document = diagnosed(capsys, *files)
+        assert document["category"] == "fragmentation"
+        if file == "oom.log":
+            assert any(sentence.startswith("pending frees: less likely") for sentence in document["ruled_out"])
+            assert any("snapshot" in sentence for sentence in document["next_to_record"])
+
+
+def test_a_folder_of_results_and_all_of_its_files_say_the_same(
+    left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(left_behind["fragmentation"][0]).parent
+    whole = diagnosed(capsys, str(folder))
+    every = diagnosed(capsys, *(str(path) for path in sorted(folder.iterdir())))
+    assert whole["category"] == every["category"] == "fragmentation"
+    assert {sentence.split(" ")[0].rpartition("/")[2] for sentence in every["notes"]} == {
+        "bill.csv", "marks.csv", "report.html", "summary.json",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", FAILURES)
 def test_its_regression_scenario_fails_and_does_not_with_the_fix(
     name: str, left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -52,6 +52,22 @@ def test_a_full_cpu_pool_says_no_and_nothing_has_changed():
     assert move.swap_out("b", [3]) is not None
 
 
+def test_blocks_are_saved_and_loaded_by_addresses_that_the_caller_owns():
+    """As a prefix tier does, whose slots the core gives out: nothing is kept under a key, and the same slot is loaded twice."""
+    move = mover()
+    for block in (1, 2, 3):
+        fill(move.pool, block, float(block))
+    assert move.save([1, 3], [7, 2]).num_blocks == 2
+    for block in (1, 2, 3):
+        fill(move.pool, block, 9.0)
+    move.load([5, 6, 2], [2, 7, 2])
+    assert [float(move.pool.layer(1).kv[block].max()) for block in (5, 6, 2, 1)] == [3.0, 1.0, 3.0, 9.0]
+    with pytest.raises(ValueError, match="2 blocks of the device and 1 slots of the CPU pool do not match"):
+        move.save([1, 2], [0])
+    with pytest.raises(ValueError, match="asks to move NO_BLOCK"):
+        move.load([0], [1])
+
+
 def test_misuse_of_the_cpu_pool_is_named():
     move = mover()
     move.swap_out("a", [1, 2])

@@ -328,6 +328,52 @@ class ShadowMemory:
         return (name, token)
 
 
+@dataclass
+class Book:
+    """An executor that keeps, from the plans alone, who holds which blocks: what it was shown in the steps that were done, less what it
+    was told of.
+    """
+
+    core: EngineCore
+    held: dict[str, set[int]] = field(default_factory=dict)
+    out: tuple[int, list[tuple[ScheduledRequest, ...]]] = (0, [])
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.settle(plan.step, (*plan.slid, *plan.releases))
+        self.out = (plan.step, [plan.scheduled(ahead) for ahead in range(plan.repeat)])
+        for share in self.out[1][0]:
+            tables = share.group_tables or (share.block_table,)
+            assert self.held.get(share.request_id, set()) <= {block for table in tables for block in table}
+        return ModelExecutor(COST).execute(plan)
+
+    def settle(self, steps_done: int, given: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        first, steps = self.out
+        for shares in steps[: steps_done - first]:
+            for share in shares:
+                tables = share.group_tables or (share.block_table,)
+                self.held.setdefault(share.request_id, set()).update(
+                    block for table in tables for block in table if block
+                )
+        for name, blocks in given:
+            self.held.get(name, set()).difference_update(blocks)
+
+
+@settings(max_examples=150)
+@given(loads(planned_ahead=[False]), st.booleans())
+def test_plans_tell_of_every_block_that_is_given_back(load: Load, stepping: bool) -> None:
+    books: list[Book] = []
+
+    def executor(core: EngineCore) -> Book:
+        books.append(Book(core))
+        return books[0]
+
+    log: list[dict[str, object]] = []
+    load.run(stepping=stepping, executor=executor, decision_log=log.append)
+    last = [] if not log or log[-1]["scheduled"] else log[-1]["released"]  # decided after the last plan
+    books[0].settle(books[0].core.steps, (*books[0].core.pending_releases, *last))
+    assert not any(books[0].held.values())
+
+
 policies = st.one_of(
     st.none(),
     st.builds(

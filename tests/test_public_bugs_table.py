@@ -127,6 +127,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     ),
     "B24": (
         "test_public_bugs::test_b24_late_output_of_an_aborted_request_is_ignored_and_its_blocks_return_once",
+        "test_public_bugs::test_b24_aborted_after_the_next_step_was_planned_it_is_freed_once_and_late",
         "test_async_scheduling::test_a_request_that_leaves_while_it_runs_is_computed_once_more",
         "test_async_scheduling::test_late_output_of_a_request_that_stopped_is_ignored",
     ),

@@ -172,6 +172,24 @@ def test_a_beam_that_goes_on_as_a_copy_twice_in_one_step_shares_each_table_in_tu
     assert changed_answers(run, reference_answers(scenario)) == []
 
 
+def test_a_beam_that_forks_and_is_preempted_in_one_step_leaves_nothing_behind():
+    """Steps of half a millisecond to sixty: "r3" forks, needs a copy to write into, and is the victim before it has it."""
+
+    class Uneven(Clock):
+        def stop_fs(self) -> int:
+            return int(self.draw.choice([0.5, 1, 2, 4, 8, 20, 60]) * self.draw.uniform(0.5, 1.5) * 10**12)
+
+    def timed(inner):
+        inner._timer = Uneven(0)
+        return inner
+
+    scenario = SCENARIOS["beams-1"]
+    run = run_for_real(scenario, preset("ladder"), wrap=timed)
+    assert sum(request.num_preemptions for request in run.requests) > 0
+    assert run.leaked_blocks == 0
+    assert changed_answers(run, reference_answers(scenario)) == []
+
+
 def test_other_durations_are_another_run():
     """The comparison is not blind: played back twice as fast, a run decides differently."""
     scenario = SCENARIOS["leavers-0"]

@@ -10,8 +10,8 @@ import pytest
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset, with_engine
 from gpu.batch import BatchBuffers
+from gpu.cpu_moves import ChangedBlockError, CpuMoves
 from gpu.fences import FenceError
-from gpu.plan_moves import ChangedBlockError, PlanMoves
 from gpu.pool import PoisonedReadError
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
@@ -140,7 +140,7 @@ class OnASlowBus:
     """Copies between the device and the CPU pool arrive one step late."""
 
     def __init__(self, inner) -> None:
-        self.inner, self.mover = inner, inner.moves._mover
+        self.inner, self.mover = inner, inner.moves.cpu._mover
         assert isinstance(self.mover, BlockMover)
         self.mover.latency_steps = 1
 
@@ -161,7 +161,7 @@ def test_a_copy_that_has_not_arrived_is_waited_for():
 def test_a_copy_without_its_fence_is_named(monkeypatch):
     """What it saves has been given away, and poisoned, by the time it is read. The sums taken before tell."""
     scenario = with_engine(SCENARIOS["swaps-2"], enable_prefix_caching=False)
-    monkeypatch.setattr(PlanMoves, "_await", lambda self, fence: None)
+    monkeypatch.setattr(CpuMoves, "_await", lambda self, fence: None)
     with pytest.raises(
         ChangedBlockError,
         match=r"^block \d+ of r\d, restored at step \d+, is not what was saved at step \d+: checksum [0-9a-f]{8}",
@@ -172,7 +172,7 @@ def test_a_copy_without_its_fence_is_named(monkeypatch):
 def test_without_the_checks_a_copy_without_its_fence_changes_answers(monkeypatch):
     """The fault is one that matters: unchecked, it goes unnoticed until somebody reads the answer."""
     scenario = with_engine(SCENARIOS["swaps-2"], enable_prefix_caching=False)
-    monkeypatch.setattr(PlanMoves, "_await", lambda self, fence: None)
+    monkeypatch.setattr(CpuMoves, "_await", lambda self, fence: None)
     run = run_for_real(scenario, preset("vllm-v1"), wrap=OnASlowBus, checked=False)
     assert changed_answers(run, reference_answers(scenario))
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from experiments.validation import SCENARIOS
+from gpu.batch import Sampling
+from gpu.cpu_lane import CpuLane
+from gpu.cpu_moves import CpuMoves
 from gpu.cpu_pool import CpuBlockPool
 from gpu.handover import HandoverError, hand_over
 from gpu.layout import KVLayout
@@ -34,7 +37,9 @@ class Device:
         self.ops = Ops("cpu")
         self.cached: set[int] = set()
         self.mover = BlockMover(self.pool, CpuBlockPool(LAYOUT, 4), self.ops)
-        self.moves = PlanMoves(self.pool, self.ops, self.mover, is_cached=self.cached.__contains__)
+        self.moves = PlanMoves(
+            self.pool, self.ops, CpuMoves(self.pool, self.ops, mover=self.mover), is_cached=self.cached.__contains__
+        )
         self.step = 0
 
     def begin(self, **decided: object) -> None:
@@ -127,6 +132,15 @@ def test_a_victim_may_give_back_what_it_never_used(device):
     assert device.pool.tags.num_held == 0
 
 
+def test_a_victim_gives_back_the_block_that_a_copy_was_to_replace(device: Device):
+    """It shares its last block with a copy of itself, got another one to write into, and lost everything, all in one plan."""
+    device.owns("a", [1, 2], 8)
+    device.begin(forks=(("b", "a", (1, 2)),), preempted=("b", "a"), releases=(("b", (1, 2)), ("a", (1, 3))), copies=())
+    assert device.pool.tags.num_held == 0
+    device.hold("a", [5, 6])
+    assert device.pool.tags.holders(5) == ("a",)
+
+
 def test_nobody_else_may(device):
     device.owns("a", [1])
     with pytest.raises(
@@ -197,7 +211,7 @@ def test_slots_of_a_request_that_ended_while_it_was_away_are_used_again(device):
 
 
 def test_a_swap_without_a_cpu_pool_is_refused(device):
-    moves = PlanMoves(device.pool, device.ops, None, is_cached=lambda block: False)
+    moves = PlanMoves(device.pool, device.ops, CpuMoves(device.pool, device.ops), is_cached=lambda block: False)
     plan = StepPlan(
         step=0,
         repeat=1,
@@ -226,6 +240,76 @@ def test_the_last_releases_are_those_that_no_plan_has_told(device):
     device.owns("a", [1, 2])
     device.moves.close((("a", (1, 2)),))
     assert device.pool.counters().free_blocks == 8
+
+
+# -- the prefix tier -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiered() -> Device:
+    """A device with a prefix tier of four blocks."""
+    device = Device()
+    device.tier = BlockMover(device.pool, CpuBlockPool(LAYOUT, 4), device.ops)
+    cpu = CpuMoves(device.pool, device.ops, tier=device.tier)
+    device.moves = PlanMoves(device.pool, device.ops, cpu, is_cached=device.cached.__contains__)
+    return device
+
+
+def test_a_prefix_is_saved_evicted_and_loaded_for_another_request(tiered):
+    """The core numbers the tier's blocks from 1. Who loads holds its blocks before it is in a step."""
+    tiered.owns("a", [1, 2], 8)
+    tiered.cached.update((1, 2))
+    tiered.begin(saves=((-1, ((1, 4), (2, 1))),))
+    tiered.end()
+    tiered.begin(releases=(("a", (1, 2)),))
+    tiered.end()
+    tiered.cached.clear()
+    tiered.owns("b", [1, 2], 8)
+    tiered.begin(loads=(("c", -2, ((4, 5), (1, 6))),))
+    tiered.end()
+    assert (tiered.reads(5), tiered.reads(6)) == (11.0, 12.0)
+    assert tiered.pool.tags.holders(5) == ("c",)
+    tiered.begin()
+    tiered.hold("c", [5, 6, 7], 8)
+    assert (tiered.reads(5), tiered.reads(6)) == (11.0, 12.0)
+    assert tiered.poisoned(7)
+    tiered.end()
+    assert (tiered.moves.cpu.saved_blocks, tiered.moves.cpu.loaded_blocks) == (2, 2)
+    tiered.begin(releases=(("c", (5, 6, 7)), ("b", (1, 2))))
+    assert tiered.pool.counters().free_blocks == 8
+
+
+def test_who_leaves_while_it_loads_gives_back_what_it_holds_and_no_more(tiered):
+    """The core gave it a block for the tokens to compute, too, which the device has not heard of."""
+    tiered.owns("a", [1], 4)
+    tiered.begin(saves=((-1, ((1, 1),)),))
+    tiered.end()
+    tiered.begin(loads=(("c", -2, ((1, 5),)),))
+    tiered.end()
+    tiered.begin(releases=(("c", (5, 6)),))
+    assert tiered.pool.tags.holders(5) == ()
+    assert tiered.poisoned(5)
+
+
+def test_a_plan_that_only_copies_takes_no_time():
+    spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=3, output_tokens=2)
+    config = EngineConfig(num_gpu_blocks=4, block_size=4, max_model_len=8, max_num_seqs=1, max_num_batched_tokens=8)
+    executor = RealEngine(RealSettings(shape=SCENARIOS["pressure-0"].shape), [spec]).executor(EngineCore(config))
+    executor.moves.cpu._tier = BlockMover(executor.pool, CpuBlockPool(executor.pool.layout, 2), executor.model.ops)
+    plan = StepPlan(
+        step=3, repeat=1, start_fs=7, shape=BatchShape(), saves=((-1, ((1, 2),)),), scheduled=lambda ahead: ()
+    )
+    result = executor.execute(plan)
+    assert (result.durations.total_fs, result.steps, result.oom) == (0, 1, None)
+    assert executor.report()["saved_prefix_blocks"] == 1
+
+
+def test_what_the_executor_lacks_is_refused(device):
+    with pytest.raises(IntegrityError, match="made without a CPU prefix tier"):
+        device.begin(saves=((-1, ((1, 1),)),))
+    other = Device()
+    with pytest.raises(IntegrityError, match="moves r to the CPU, but the executor was made without one"):
+        other.begin(swap_outs=(("r", ((1, 1),)),), to_cpu=("r",))
 
 
 # -- to another device -----------------------------------------------------------------------------------------------------
@@ -275,6 +359,94 @@ def test_a_request_that_moves_to_another_pool_goes_on_where_it_was(moved_after):
 def test_a_request_that_moves_to_the_gpu_goes_on_where_it_was(cuda_device):
     moved, stayed = handed_over(cuda_device, 4)
     assert moved == stayed
+
+
+def test_plans_move_a_request_to_the_cpu_and_back():
+    """By the executor, as the core would tell it: saved with the swap-outs, released, and swapped in when the rung is off."""
+    alone = handed_over("cpu", 1)[1]
+    spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=9, output_tokens=12)
+    config = EngineConfig(
+        num_gpu_blocks=12, block_size=4, max_model_len=24, max_num_seqs=2, max_num_batched_tokens=24, num_cpu_blocks=8
+    )
+    engine = RealEngine(RealSettings(shape=SCENARIOS["pressure-0"].shape, checked=True), [spec])
+    executor = engine.executor(EngineCore(config))
+
+    def run(step: int, table: tuple[int, ...], context: int, count: int = 1, **decided: object) -> None:
+        share = ScheduledRequest("r", count, context, table, True)
+        shape = BatchShape(decode_seqs=count, sampled_seqs=1)
+        plan = StepPlan(
+            step=step, repeat=1, start_fs=0, shape=shape, scheduled=lambda ahead: (share,) if table else (), **decided
+        )
+        executor.execute(plan)
+
+    run(0, (1, 2, 3), 0, 9)
+    for step in (1, 2, 3, 4):
+        run(step, (1, 2, 3, 4), 8 + step)
+    pairs = ((1, 3), (2, 4), (3, 5), (4, 6))
+    run(5, (), 0, 0, swap_outs=(("r", pairs),), to_cpu=("r",), releases=(("r", (1, 2, 3, 4)),))
+    assert executor.pool.tags.num_held == 0
+    assert executor.report()["moved_to_cpu"] == 1
+    assert engine.tokens.answer("r") == alone
+    run(6, (5, 6, 7, 8), 15, swap_ins=(("r", ((3, 5), (4, 6), (5, 7), (6, 8))),))
+    for step in (7, 8, 9, 10):
+        run(step, (5, 6, 7, 8, 9), 9 + step)
+    assert engine.tokens.answer("r") == alone
+    executor.close((("r", (5, 6, 7, 8, 9)),))
+    assert executor.leaked_blocks == 0
+
+
+@pytest.mark.parametrize("back_after", [0, 2, None])
+def test_a_request_that_goes_on_on_the_cpu_gets_the_same_answer(back_after):
+    """Five tokens on the device, then on the CPU; back after some more of them, or never."""
+    spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=9, output_tokens=12)
+    config = EngineConfig(num_gpu_blocks=12, block_size=4, max_model_len=24, max_num_seqs=2, max_num_batched_tokens=24)
+    alone = handed_over("cpu", 1)[1]
+    engine = RealEngine(RealSettings(shape=SCENARIOS["pressure-0"].shape, checked=True), [spec])
+    forward = engine.executor(EngineCore(config)).forward
+    lane = CpuLane(forward.model, forward.pool.layout, engine.tokens, sampling=Sampling(), max_model_len=24)
+
+    def steps(table: tuple[int, ...], context: int, count: int, number: int) -> int:
+        for step in range(number):
+            forward.pool.begin_step(step)
+            forward.workspace.reset()
+            forward.pool.assign("r", table, context)
+            token = forward.run([ScheduledRequest("r", count, context, table, True)])["r"]
+            engine.tokens.record("r", context + count, token)
+            forward.pool.end_step()
+            context, count = context + count, 1
+        return context
+
+    context = steps((1, 2, 3, 4, 5, 6), 0, 9, 5)
+    assert context == 13
+    lane.take("r", forward.pool, (1, 2, 3, 4))
+    forward.pool.release("r", (1, 2, 3, 4, 5, 6))
+    assert lane.guests == ("r",)
+    assert lane.computed_tokens == 12 - 5
+    assert engine.tokens.answer("r") == alone
+    if back_after is None:
+        lane.drop("r")
+    else:
+        lane.give_back("r", forward.pool, (9, 8, 7, 6))
+        steps((9, 8, 7, 6, 5, 4), context + back_after, 1, 12 - 5 - back_after)
+    assert lane.guests == ()
+    assert engine.tokens.answer("r") == alone
+
+
+def test_nobody_is_on_the_cpu_twice():
+    spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=3, output_tokens=2)
+    config = EngineConfig(num_gpu_blocks=4, block_size=4, max_model_len=8, max_num_seqs=1, max_num_batched_tokens=8)
+    engine = RealEngine(RealSettings(shape=SCENARIOS["pressure-0"].shape), [spec])
+    forward = engine.executor(EngineCore(config)).forward
+    lane = CpuLane(forward.model, forward.pool.layout, engine.tokens, sampling=Sampling(), max_model_len=8)
+    forward.pool.assign("r", (1,), 0)
+    assert len(engine.tokens.tokens("r", 0, 3)) == 3
+    engine.tokens.record("r", 3, 5)
+    lane.take("r", forward.pool, (1,))
+    with pytest.raises(ValueError, match="r is on the CPU already"):
+        lane.take("r", forward.pool, (1,))
+    lane.drop("r")
+    with pytest.raises(KeyError):
+        lane.drop("r")
 
 
 def test_a_move_between_pools_that_differ_is_refused():

@@ -138,7 +138,6 @@ def test_beams_are_the_same_whatever_the_engine_and_other_in_another_replication
             "beams share blocks, but .* orca keeps every sequence in one contiguous piece",
         ),
         ({"policy": "orca", "n": 2, "fork_samples": True}, "forked samples share blocks, but .* orca"),
-        ({"beam_width": 2, "async_scheduling": True}, "beams fork when a step is over, but with .* async_scheduling"),
         (
             {"beam_width": 9, "max_num_seqs": 8},
             "9 beams of a request run together, but .* max_num_seqs is 8; .* at least 9",

@@ -20,6 +20,8 @@ from .table_file import BYTE_UNITS, TIME_UNITS, Table
 Floats = npt.NDArray[np.float64]
 
 _STEMS = ("allocated", "reserved", "in_use", "total", "workspace")
+_LINES = ("headroom", "other_processes", "cuda_graphs", "non_torch", "kv_used", "kv_free")
+"""What kvtwin's own recorder knows of a device beside that."""
 _SEQUENCES = ("active_sequences", "running", "num_seqs", "active_seqs", "sequences")
 _TOKENS = ("tokens", "kv_tokens", "cached_tokens", "num_tokens")
 _DIMENSIONS = {
@@ -55,6 +57,11 @@ class Curve:
     """Bytes that a step needed for temporary tensors."""
     dimensions: Mapping[str, Floats] = field(default_factory=dict)
     """What else of the load was recorded: `requests`, `batch_tokens`, `prefill_tokens`, `decode_sequences`, `beams`."""
+    lines: Mapping[str, Floats] = field(default_factory=dict)
+    """Bytes by line, as kvtwin records them: `headroom` (negative: missing), `other_processes`, `cuda_graphs`, `non_torch`, `kv_used`,
+    `kv_free`."""
+    workspace_phases: tuple[str, ...] = ()
+    """The phase of a step in which it needed its workspace, one a row; empty when not recorded."""
     phases: tuple[str, ...] = ()
     """One a row; empty when not recorded."""
 
@@ -139,6 +146,14 @@ def read_curve(table: Table) -> Curve:
             for name, columns in _DIMENSIONS.items()
             if (values := column(_counts(table, columns))) is not None
         },
+        lines={
+            stem: values
+            for stem in _LINES
+            if (values := column(table.quantity(stem, {k: float(v) for k, v in BYTE_UNITS.items()}))) is not None
+        },
+        workspace_phases=tuple(table.text("workspace_phase")[int(row)] for row in chosen)
+        if table.has("workspace_phase")
+        else (),
         phases=tuple(phases[int(row)] for row in chosen) if phases else (),
     )
 

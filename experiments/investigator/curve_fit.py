@@ -23,7 +23,7 @@ _SURE = 5.0
 """And when its coefficient is so many times its standard error."""
 _WORDS = {
     "tokens": "token in the cache",
-    "sequences": "active sequence",
+    "sequences": "running sequence",
     "requests": "request",
     "batch_tokens": "token of the step",
     "prefill_tokens": "prompt token of the step",

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .failure_kinds import KINDS, Kind
+from .failure_kinds import Kind
+from .failure_kinds_device import DEVICE
+from .failure_kinds_engines import ENGINES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Failure:
 def read_failures(text: str) -> tuple[Failure, ...]:
     """Every known failure in `text`, by position; of repeats of one kind (ranks, restarts) the first."""
     found = {}
-    for kind in KINDS:
+    for kind in (*ENGINES, *DEVICE):
         match = kind.pattern.search(text)
         if match and kind.name not in found:
             numbers = {

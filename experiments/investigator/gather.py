@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from .oom_message import OomMessage, read_messages, without_hints
 from .phases import read_mark
 from .request_log import RequestLog, is_request_log, read_request_log
 from .snapshot import snapshot_facts
-from .table_file import read_table
+from .table_file import Table, read_table
 
 LONGEST_BYTES = 256 << 20
 """Files beyond this are refused: a diagnosis needs the start-up and the failure, not days of requests."""
@@ -96,7 +97,7 @@ def read_files(
         )
     parts: list[Part] = []
     notes: list[str] = []
-    for path in map(Path, paths):
+    for path in _files(paths):
         name = str(path)
         progress(f"reading {name}")
         if read_snapshot is not None and path.is_file() and _starts_as_pickle(path):
@@ -108,7 +109,13 @@ def read_files(
             parts.append(Part(name=name, snapshot=snapshot, runs=allocator_runs(snapshot, what_if)))
             continue
         text = _text(path)
+        if text[:64].lstrip().lower().startswith(("<!doctype html", "<html")):
+            notes.append(f"{path} is a web page, which is not read")
+            continue
         table = read_table(name, text)
+        if _is_other_result(table, text):
+            notes.append(f"{path} says nothing of a failure that the run's other files do not: left out")
+            continue
         if table is not None and is_curve(table):
             parts += [Part(name=curve.name, curve=curve) for curve in read_curves(table)]
         elif table is not None and is_request_log(table):
@@ -130,6 +137,24 @@ def read_files(
     return Evidence(parts=tuple(parts), notes=tuple(notes))
 
 
+RUN_FILES = ("oom.log", "oom_snapshot.pickle", "memory.csv", "requests.csv")
+"""What a folder of results, given as a whole, is read for."""
+
+
+def _files(paths: Sequence[str | Path]) -> Iterator[Path]:
+    """The paths; a folder of a run's results stands for those of its files that tell of memory."""
+    for path in map(Path, paths):
+        inside = [path / name for name in RUN_FILES if (path / name).is_file()] if path.is_dir() else []
+        yield from inside or [path]
+
+
+def _is_other_result(table: Table | None, text: str) -> bool:
+    """Whether it is marks.csv, bill.csv or summary.json of a run."""
+    if table is not None:
+        return table.has("time_s", "kind", "request_id") or table.has("request_id", "kv_block_fs")
+    return text.startswith("{") and '"kvtwin_version"' in text[:400]
+
+
 def _is_pickle(head: bytes) -> bool:
     """Protocols 2 to 5, all that PyTorch has written."""
     return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
@@ -146,11 +171,13 @@ def _is_numeric(row: Sequence[str]) -> bool:
 
 
 def _text(path: Path) -> str:
-    """The file as text; bytes that are not UTF-8 are replaced, because logs are cut off in the middle of characters."""
+    """The file as text, `-` being what is piped in; bytes that are not UTF-8 are replaced: logs are cut off in the middle of characters."""
     expected = "expected a text file: a message, a log or a CSV"
+    if str(path) == "-":
+        return sys.stdin.read()
     try:
         if path.is_dir():
-            raise DiagnoseError(f"{path}: found a folder; {expected}")
+            raise DiagnoseError(f"{path}: found a folder without {', '.join(RUN_FILES)}; {expected}")
         if not path.exists():
             raise DiagnoseError(f"{path}: no such file; {expected}")
         if path.stat().st_size > LONGEST_BYTES:

@@ -120,7 +120,7 @@ def _over_load(curve: Curve, case: Case) -> str:
     if expected and curve.tokens is not None and fit is not None:
         line = [(fit.base + expected * end) / GIB for end in ends]
         series.append(Series(name=f"the ledger's {expected:,} B a token", x=ends, y=line, dashed=True))
-    return line_plot(f"Allocated memory over {unit}", series, x_label=unit, y_label="GiB")
+    return line_plot(f"Allocated memory over {unit}", series, x_label=unit, y_label="GiB", from_zero=False)
 
 
 def _allocator(name: str, runs: AllocatorRuns) -> str:

@@ -20,6 +20,8 @@ _SNAPSHOT = (
 )
 _ORDINARY_SLACK = 0.004
 """Share of the GPU that is always reserved and unused: ends of segments, cached small blocks."""
+_MUCH_SLACK = 0.03
+"""More than this is not what an ordinary load leaves."""
 _OTHERS = (
     r"(?<!used by )(?:another|other|second|two|multiple|several)\W+(?:[\w.]+\W+){0,3}?process(?:es)?|shared GPU|"
     r"co-?locat\w+|other (?:users|jobs)"
@@ -48,7 +50,9 @@ def fragmentation(case: Case) -> Iterator[Verdict]:
     whole = case.total_bytes or oom.reserved_bytes or spare.bytes
     share = spare.bytes / whole
     score = min(0.75, max(0.05, 0.8 * (share - _ORDINARY_SLACK) / 0.016))
-    if tried.bytes <= 20 * MIB:
+    if share > _MUCH_SLACK:
+        score = min(0.88, 0.75 + 2 * (share - _MUCH_SLACK))  # no kind of load leaves so much behind
+    if tried.bytes <= 20 * MIB and share <= _MUCH_SLACK:
         score *= 0.4  # any small request asks for such a segment once its pool is full
     sentence = f"{spare} are reserved but unallocated, more than the {tried} tried ({share:.1%} of {show(whole)})"
     if score < 0.25:

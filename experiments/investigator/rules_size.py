@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .arithmetic import Match, matches
 from .case import Candidate, Case, Excluded, Verdict
 from .diagnosis import Cause, Phase
-from .sizes import MIB, show
+from .sizes import GIB, MIB, show
 
 _ENCODER = (
     r"get_multimodal_embeddings|get_image_features|vision_?tower|visual\.forward|vision_model|limit_mm_per_prompt|"
@@ -67,6 +67,8 @@ def transient(case: Case) -> Iterator[Verdict]:
         evidence.append("LoRA adapters are enabled: their slots and merges are not in the profile")
     if case.oom is None:
         score *= 0.9
+    elif _held_elsewhere(case, 4):
+        score *= 0.7  # where it failed says what asked last, not who has the memory
     if any(
         verdict.cause is Cause.TRANSIENT_PEAK and verdict.score >= score
         for verdict in named
@@ -76,6 +78,23 @@ def transient(case: Case) -> Iterator[Verdict]:
     yield Candidate(cause=Cause.TRANSIENT_PEAK, score=score, detail=detail, evidence=tuple(evidence), record=_RECORD)
 
 
+def _held_elsewhere(case: Case, times: int) -> bool:
+    """Whether so many times what was asked for lies where no step can have it: with others, beside PyTorch, or reserved and unused."""
+    oom, total = case.oom, case.total_bytes
+    if oom is None or oom.tried is None or total is None:
+        return False
+    held = (
+        sum(size.bytes for _, size in oom.others),
+        (oom.non_torch_bytes or 0.0) - _ORDINARY_OUTSIDE,
+        oom.unallocated.bytes if oom.unallocated else 0.0,
+    )
+    return max(held) >= max(_ELSEWHERE * total, times * oom.tried.bytes)
+
+
+_ELSEWHERE = 0.05
+"""Share of the GPU."""
+_ORDINARY_OUTSIDE = 3 * GIB
+"""Context, libraries and communication of a process together are hardly ever more."""
 _RECORD = (
     "the traceback of the failure, and max_num_seqs, max_num_batched_tokens and the vocabulary size: they name the tensor",
 )
@@ -117,6 +136,8 @@ def _verdict(case: Case, match: Match) -> Candidate:
         score = min(0.95, max(score, 0.72))
     if match.cause is Cause.WEIGHTS and case.phase is Phase.UNKNOWN and oom.private_pools is not None:
         score *= 0.3  # graphs exist: the weights were loaded
+    if match.cause is Cause.TRANSIENT_PEAK and _held_elsewhere(case, 20):
+        score *= 0.7
     operation, sign = _operation(case)
     evidence = [f"{oom.tried} = {match.text}"]
     if operation and match.cause is Cause.TRANSIENT_PEAK:

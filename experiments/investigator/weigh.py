@@ -9,6 +9,7 @@ from . import (
     rules_account,
     rules_budget,
     rules_curve,
+    rules_headroom,
     rules_message,
     rules_pool,
     rules_scheduler,
@@ -46,6 +47,7 @@ RULES: tuple[Callable[[Case], Iterator[Verdict]], ...] = (
     rules_scheduler.held_beyond_need,
     rules_scheduler.request_log,
     rules_curve.curve_rules,
+    rules_headroom.headroom,
     rules_budget.works_below,
     rules_budget.budget,
 )

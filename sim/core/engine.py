@@ -91,6 +91,8 @@ class EngineCore:
         self._step = 0
         self._sink = decision_sink
         self._decisions = Decisions()
+        self._slid: list[tuple[str, list[int]]] = []
+        """What slid out of windows in the later steps of the latest plan."""
         self._plan: StepPlan | None = None
         self._draft: Draft | None = None
         self._leaving: list[Request] = []
@@ -179,7 +181,8 @@ class EngineCore:
         """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet. Blocks that were
         shared by a fork since then, and given back, it never knew of.
         """
-        releases = [(request_id, tuple(blocks)) for request_id, blocks in self._decisions.released]
+        given = (*self._slid, *self._decisions.released)
+        releases = [(request_id, tuple(blocks)) for request_id, blocks in given]
         for child, _, table in self._decisions.forked:
             untold = (child, tuple(block_id for block_id in table if block_id))
             if table and untold in releases:
@@ -333,6 +336,7 @@ class EngineCore:
             copies=tuple(self._decisions.copied),
             swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
             swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
+            slid=tuple((request_id, tuple(blocks)) for request_id, blocks in self._slid),
             saves=self._copies[0] if self._copies else (),
             loads=self._copies[1] if self._copies else (),
             to_cpu=tuple(self._decisions.to_cpu),
@@ -342,7 +346,7 @@ class EngineCore:
             preempted=tuple(self._decisions.preempted),
             scheduled=lambda ahead: self._scheduled(step, ahead),
         )
-        self._plan, self._draft = plan, draft
+        self._plan, self._draft, self._slid = plan, draft, []
         if self._sink is not None:
             self._log(self._step, now_fs, draft.decode_blocks, self._decisions)
         self._decisions = Decisions()
@@ -601,6 +605,7 @@ class EngineCore:
                 self.pool.tick(plan.start_fs + elapsed_fs)
                 slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
                 took = growth.grow(ahead, plan.start_fs + elapsed_fs)
+                self._slid += slid
                 usage.append((ahead, self.pool.num_owned))
                 table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
                 emptied.append(emptied[-1] + sum(len(blocks) for _, blocks in slid) * slots_per_block)

@@ -258,6 +258,9 @@ class StepPlan:
     """`(request_id, (device block, CPU block) pairs)` to save to the CPU pool before anything else is done."""
     swap_ins: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
     """`(request_id, (CPU block, device block) pairs)` to restore after the swap-outs and before anything is computed."""
+    slid: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """`(request_id, block_ids)` that slid out of attention windows in the later steps of the previous plan's stretch, in order: the tables
+    of those steps show NO_BLOCK in their place, and others may have been given them since."""
     saves: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     """`(fence, (device block, CPU block) pairs)` to begin to save to the CPU prefix tier, after all earlier steps; the core hears when
     they are saved (`EngineCore.pass_fence`), and until then rewrites neither end."""

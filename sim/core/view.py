@@ -151,7 +151,8 @@ class EngineView:
     def num_running(self) -> int:
         """Admitted requests: those included that hold a slot a step longer with asynchronous scheduling, and whose prefix is loaded."""
         scheduler = self._scheduler
-        return scheduler.num_slots_taken + (0 if scheduler.offload is None else len(scheduler.offload.loading))
+        loading = 0 if scheduler.offload is None else len(scheduler.offload.loading)
+        return len(scheduler.running) + len(scheduler.departing) + loading
 
     @property
     def num_admissions(self) -> int:

@@ -42,10 +42,10 @@ MEMORY_COLUMNS: dict[str, str] = {
 }
 """Columns of memory.csv, in order; bytes of one rank. A row is the end of an interval of steps of equal composition (a row of
 timeline.csv), or the beginning or end of an idle time (`phase` idle). `allocated_bytes` are tensors that live between steps,
-`reserved_bytes` what PyTorch holds, `in_use_bytes` the whole process; `tokens` are those in block tables, `batch_tokens` those of a
-step: its `prefill_tokens` and one for each of its `decode_sequences`. `workspace_bytes` is the most that a step of the interval
-needed for temporary tensors, in `workspace_phase`; `headroom_bytes` is the least that a step left, negative when that much was
-missing. `weights_bytes` and `cuda_graphs_bytes` are parts of `tensors_bytes`. Each replica has rows of its own."""
+`reserved_bytes` what PyTorch holds, `in_use_bytes` the whole process; `tokens` are those in block tables. `workspace_bytes` is the
+most that a step of the interval needed for temporary tensors, in `workspace_phase`; `batch_tokens` are the tokens of that step as it
+was planned: its `prefill_tokens` and one for each of its `decode_sequences`. `headroom_bytes` is the least that a step left, negative
+when that much was missing. `weights_bytes` and `cuda_graphs_bytes` are parts of `tensors_bytes`. Each replica has rows of its own."""
 
 
 def tightest(record: RunRecord) -> Recorder | None:
@@ -91,8 +91,8 @@ def _samples(recorder: Recorder, memory: MemoryRecord) -> Iterator[tuple[Any, ..
                 memory.tokens,
                 memory.workspace_bytes,
             )
-            prefill, decode = row.prefill_tokens // row.steps, row.decode_tokens // row.steps
-            widest, phase, headroom = memory.phase, "prefill" if row.prefill_tokens else "decode", memory.headroom_bytes
+            prefill, decode = memory.prefill_tokens, memory.decode_sequences
+            widest, phase, headroom = memory.phase, "prefill" if prefill else "decode", memory.headroom_bytes
             if workspace > kept:
                 kept = max(kept, min(workspace, held.left_bytes))
         tensors = held.tensors_bytes + held.private_bytes

@@ -19,6 +19,10 @@ class RowMemory:
     """The phase of that step in which it did: `prefill`, `decode`, `logits`, `sampler`, `verification`, `prompt_logprobs`."""
     headroom_bytes: int
     """Least that any of its steps left; negative: what was missing."""
+    prefill_tokens: int = 0
+    """Prompt tokens of that step, as it was planned: a step that fails computes none of them."""
+    decode_sequences: int = 0
+    """Sequences that decode in it."""
     tokens: int = 0
     """Tokens in all block tables at its end, a shared one counted for each holder."""
 
@@ -71,10 +75,11 @@ class MemoryRecord:
         if headroom < self.min_headroom_bytes:
             self.min_headroom_bytes = headroom
         if row is None:
-            row = RowMemory(need.bytes, need.phase, headroom)
+            row = RowMemory(need.bytes, need.phase, headroom, shape.prefill_tokens, shape.decode_seqs)
         else:
             if need.bytes > row.workspace_bytes:
                 row.workspace_bytes, row.phase = need.bytes, need.phase
+                row.prefill_tokens, row.decode_sequences = shape.prefill_tokens, shape.decode_seqs
             if headroom < row.headroom_bytes:
                 row.headroom_bytes = headroom
         later = max(committed.computed - 1, 0) * committed.written_per_step

@@ -83,6 +83,10 @@ def normal_exceeds(pool: int, mean: float, variance: float) -> float:
     return 0.5 * erfc((pool + 0.5 - mean) / sqrt(2.0 * variance))
 
 
+Kind = tuple[tuple[float, ...], list[int]]
+"""Running requests with one curve: when they will still run, and their lengths in tokens."""
+
+
 class PredictedPeak(AdmissionBase):
     """Start the head of the queue while P(peak demand > pool) <= `risk`; waived when nothing runs.
 
@@ -108,6 +112,8 @@ class PredictedPeak(AdmissionBase):
         self._few: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
         self._held: dict[int, tuple[int, ...]] = {}
         self._moments: list[tuple[float, float]] = []
+        self._equal: dict[tuple[float, ...], tuple[float, ...]] = {}
+        self._caps: dict[str, int] = {}  # output caps of the running
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the probability at the worst moment with the risk."""
@@ -122,10 +128,10 @@ class PredictedPeak(AdmissionBase):
             request.spec.tenant, request.num_output_tokens, view.output_cap(request.spec), view.block_size
         )
         held = self._blocks_ahead(request.num_tokens, view)
-        worst, pool = 0.0, view.num_blocks
+        worst, pool, few = 0.0, view.num_blocks, view.num_running < EXACT_UP_TO
         for index, blocks in enumerate(held):
             alive = own[index]
-            if view.num_running < EXACT_UP_TO:
+            if few:
                 parts = [(curve[index], others[index]) for curve, others in self._few]
                 chance = exceeds(pool, [*parts, (alive, blocks)])
             else:
@@ -147,13 +153,19 @@ class PredictedPeak(AdmissionBase):
         block_size = view.block_size
         self._ahead = horizons(block_size, view.max_model_len)
         self._few = []
-        alike: dict[tuple[float, ...], list[int]] = {}
+        alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}  # equal curves are one object
+        few = view.num_running < EXACT_UP_TO
+        caps, self._caps = self._caps, {}
         for running in view.running():
-            curve = self._curve(running.tenant, running.output_tokens, view.output_cap(running), block_size)
-            alike.setdefault(curve, []).append(running.num_tokens)
-            if view.num_running < EXACT_UP_TO:
-                self._few.append((curve, self._blocks_ahead(running.num_tokens, view)))
-        self._moments = self._straight(alike, block_size) if view.num_groups == 1 else self._bent(alike, view)
+            name = running.request_id
+            cap = self._caps[name] = caps.get(name) or view.output_cap(running)
+            num_tokens = running.num_tokens
+            curve = self._curve(running.tenant, num_tokens - running.input_tokens, cap, block_size)
+            alike.setdefault(id(curve), (curve, []))[1].append(num_tokens)
+            if few:
+                self._few.append((curve, self._blocks_ahead(num_tokens, view)))
+        kinds = list(alike.values())
+        self._moments = self._straight(kinds, block_size) if view.num_groups == 1 else self._bent(kinds, view)
 
     def _blocks_ahead(self, num_tokens: int, view: EngineView) -> tuple[int, ...]:
         """What a request of so many tokens holds at each horizon, if it runs until then."""
@@ -166,10 +178,10 @@ class PredictedPeak(AdmissionBase):
             self._held[whole] = held
         return held
 
-    def _bent(self, alike: dict[tuple[float, ...], list[int]], view: EngineView) -> list[tuple[float, float]]:
+    def _bent(self, alike: list[Kind], view: EngineView) -> list[tuple[float, float]]:
         """Mean and variance of the demand at each horizon, where what a request holds is no straight line."""
         moments = [(0.0, 0.0)] * len(self._ahead)
-        for curve, lengths in alike.items():
+        for curve, lengths in alike:
             held = [self._blocks_ahead(num_tokens, view) for num_tokens in lengths]
             for index, alive in enumerate(curve):
                 if alive:
@@ -179,22 +191,19 @@ class PredictedPeak(AdmissionBase):
                     moments[index] = mean + alive * sum(blocks), variance + alive * (1.0 - alive) * squares
         return moments
 
-    def _straight(self, alike: dict[tuple[float, ...], list[int]], block_size: int) -> list[tuple[float, float]]:
+    def _straight(self, alike: list[Kind], block_size: int) -> list[tuple[float, float]]:
         """The same with one table, which grows by a block every block_size steps: sums of blocks and of their squares are enough."""
-        sums = []
-        for curve, lengths in alike.items():
+        means, variances = [0.0] * len(self._ahead), [0.0] * len(self._ahead)
+        for curve, lengths in alike:
             held = [blocks_for(num_tokens, block_size) for num_tokens in lengths]
-            sums.append((curve, len(held), sum(held), sum(b * b for b in held)))
-        moments = []
-        for index, ahead in enumerate(self._ahead):
-            mean = variance = 0.0
-            for curve, num, total, squares in sums:
-                alive = curve[index]
-                if alive:  # sum of (b + ahead) and of (b + ahead)^2
-                    mean += alive * (total + num * ahead)
-                    variance += alive * (1.0 - alive) * (squares + 2 * ahead * total + num * ahead * ahead)
-            moments.append((mean, variance))
-        return moments
+            num, total, squares = len(held), sum(held), sum(b * b for b in held)
+            for index, (alive, ahead) in enumerate(zip(curve, self._ahead, strict=True)):
+                if not alive:
+                    break  # nobody of them comes back to life
+                grown = num * ahead  # sum of (b + ahead) and of (b + ahead)^2
+                means[index] += alive * (total + grown)
+                variances[index] += alive * (1.0 - alive) * (squares + 2 * ahead * total + grown * ahead)
+        return list(zip(means, variances, strict=True))
 
     def _curve(self, tenant: str, output_tokens: int, cap: int, block_size: int) -> tuple[float, ...]:
         """When a request of this age and cap will still run; kept until lengths are learned anew."""
@@ -203,7 +212,7 @@ class PredictedPeak(AdmissionBase):
         if curve is None:
             rounded = output_tokens // block_size * block_size
             curve = still_running(rounded, cap, self._lengths(tenant), block_size, self._ahead)
-            self._curves[key] = curve
+            curve = self._curves[key] = self._equal.setdefault(curve, curve)
         return curve
 
     def _lengths(self, tenant: str) -> Survival:
@@ -218,7 +227,7 @@ class PredictedPeak(AdmissionBase):
         if self._learned_at >= 0 and (since == 0 or (outputs.num_finished > 64 and since < RELEARN_EVERY)):
             return
         self._learned_at = outputs.num_finished
-        self._curves = {}
+        self._curves, self._equal = {}, {}
         running: dict[str, list[int]] = {}
         for other in view.running():
             running.setdefault(other.tenant, []).append(other.output_tokens)

@@ -45,7 +45,8 @@ def vllm_v1(config: EngineConfig) -> Preset:
 
 def vllm_v0(config: EngineConfig) -> Preset:
     """vLLM V0 (until 2025-09): prompts first and whole, a watermark of 1 % of the pool, the last running is recomputed; what is
-    swapped goes before what waits. Left out: n > 1 sequences, which V0 swapped; chunked prefill, which was optional; the rejection of
+    swapped goes before what waits. Sequences that fork (`fork_samples`, beams) share blocks as V0's did. Left out: V0 swapped their
+    group as a whole, and only such groups; chunked prefill, which was optional; the rejection of
     prompts above the pool less the watermark (here the watermark is waived when nothing runs).
     """
     return Preset(
@@ -83,7 +84,8 @@ def _no_evict(config: EngineConfig) -> Admission:
 
 def trtllm_no_evict(config: EngineConfig) -> Preset:
     """TensorRT-LLM (2026) with GUARANTEED_NO_EVICT, its default: a request starts when its worst case fits, and is never preempted.
-    Left out: beams, `beneficialToSkip`, priority retention and offload of its KV manager, reuse of partial blocks.
+    Left out: counting the beams of a request at admission, `beneficialToSkip`, priority retention and offload of its KV manager, reuse of
+    partial blocks.
     """
     return Preset(
         policy=Policy(name="trtllm-no-evict", admission=_no_evict, queue=arrival_queue),

@@ -31,6 +31,7 @@ class FullReservation(AdmissionBase):
         self._num_blocks = config.num_gpu_blocks
         self._key: tuple[int, int] | None = None
         self._unreserved = 0
+        self._worst: dict[str, int] = {}  # of the running; it does not change while they run
         self._judged: set[str] = set()
         self._waited_for_reservation = 0
         self._waited_for_blocks = 0
@@ -50,7 +51,14 @@ class FullReservation(AdmissionBase):
         key = (view.num_admissions, view.num_running)
         if key != self._key:
             self._key = key
-            reserved = sum(max(0, self.worst_case(running, view) - running.held_blocks) for running in view.running())
+            known, self._worst, reserved = self._worst, {}, 0
+            for running in view.running():
+                name = running.request_id
+                worst = known.get(name)
+                if worst is None:
+                    worst = self.worst_case(running, view)
+                self._worst[name] = worst
+                reserved += max(0, worst - running.held_blocks)
             self._unreserved = view.num_free_blocks - reserved - view.blocks_to_copy
         return self._unreserved
 

@@ -1,0 +1,164 @@
+"""CpuMoves: what plans move between a device and the CPU: swapped requests, prefixes, and requests that go on there.
+
+The core counts the CPU's blocks and gives them out; here lies what is in them. What a request has left there is forgotten when the
+core gives its place to another: that it ended, no plan tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sim.core.blocks import IntegrityError
+
+from .cpu_lane import CpuLane
+from .ops import Ops
+from .pool import PagedKVPool
+from .swap import BlockMover
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class ChangedBlockError(RuntimeError):
+    """A block came back from the CPU pool other than it went there. Names block, owner and steps."""
+
+
+class CpuMoves:
+    """Moves between one device pool and the CPU."""
+
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        ops: Ops,
+        *,
+        mover: BlockMover | None = None,
+        tier: BlockMover | None = None,
+        lane: CpuLane | None = None,
+    ) -> None:
+        """`mover` has the CPU pool of swapped requests, `tier` that of prefixes, whose blocks the core numbers from 1; `lane` serves
+        requests on the CPU. A plan that needs one that is not there is refused with IntegrityError.
+        """
+        self._pool, self._ops, self._mover, self._tier, self._lane = pool, ops, mover, tier, lane
+        self._on_cpu: dict[str, frozenset[int]] = {}  # core's CPU blocks of requests that are served there
+        self._saved: dict[str, frozenset[int]] = {}  # core's CPU blocks by the key under which the CPU pool keeps them
+        self._sums: dict[str, tuple[int, list[int]]] = {}  # of saved blocks, with the step (checked mode)
+        self.swapped_out_blocks = self.swapped_in_blocks = 0
+        """Blocks of requests that went to the CPU pool and came back."""
+        self.saved_blocks = self.loaded_blocks = 0
+        """Blocks of prefixes that went to the tier and came from it."""
+        self.moved_to_cpu = 0
+        """Requests that went on on the CPU."""
+
+    def report(self) -> dict[str, int]:
+        """The counts, as JSON values."""
+        return {
+            "swapped_out_blocks": self.swapped_out_blocks,
+            "swapped_in_blocks": self.swapped_in_blocks,
+            "saved_prefix_blocks": self.saved_blocks,
+            "loaded_prefix_blocks": self.loaded_blocks,
+            "moved_to_cpu": self.moved_to_cpu,
+        }
+
+    def swap_out(self, name: str, pairs: Pairs) -> None:
+        """A request's blocks go to the CPU pool."""
+        mover, slots = self._needed(name), frozenset(slot for _, slot in pairs)
+        for key in [key for key, kept in self._saved.items() if key == name or kept & slots]:
+            mover.cpu_pool.drop(key)  # its request ended while it was away: the core has given its slots to another
+            del self._saved[key]
+        transfer = mover.swap_out(name, [block for block, _ in pairs])
+        if transfer is None:
+            raise IntegrityError(
+                f"the CPU pool has {mover.cpu_pool.num_free} free slots for {len(pairs)} blocks of {name}; the core counted more"
+            )
+        self._await(transfer.fence)
+        self._saved[name] = slots
+        if self._pool.checked:
+            self._sums[name] = (self._pool.clock.step, self._checksums([block for block, _ in pairs]))
+        self.swapped_out_blocks += len(pairs)
+
+    def swap_in(self, name: str, pairs: Pairs) -> None:
+        """A request's blocks come back, from the CPU pool or from where it was served meanwhile.
+
+        Raises:
+            ChangedBlockError: they are not what was saved (checked mode).
+        """
+        if name in self._on_cpu:
+            assert self._lane is not None  # it is a guest there
+            self._lane.give_back(name, self._pool, [block for _, block in pairs])
+            del self._on_cpu[name]
+            return
+        transfer = self._needed(name).swap_in(name, [block for _, block in pairs])
+        self._await(transfer.fence)
+        del self._saved[name]
+        if self._pool.checked:
+            self._check_restored(name, [block for _, block in pairs])
+        self.swapped_in_blocks += len(pairs)
+
+    def save(self, pairs: Pairs) -> None:
+        """Prefix blocks to the tier. The core rewrites neither end before it has heard that they are there; but the world may tell it
+        before the device is so far, so what comes next waits.
+        """
+        tier = self._needed_tier()
+        transfer = tier.save([block for block, _ in pairs], [cpu_block - 1 for _, cpu_block in pairs])
+        self._await(transfer.fence)
+        self.saved_blocks += len(pairs)
+
+    def load(self, pairs: Pairs) -> None:
+        """Prefix blocks from the tier."""
+        tier = self._needed_tier()
+        transfer = tier.load([block for _, block in pairs], [cpu_block - 1 for cpu_block, _ in pairs])
+        self._await(transfer.fence)
+        self.loaded_blocks += len(pairs)
+
+    def _needed_tier(self) -> BlockMover:
+        if self._tier is None:
+            raise IntegrityError(
+                "the plan saves or loads prefixes, but the executor was made without a CPU prefix tier"
+            )
+        return self._tier
+
+    def to_cpu(self, name: str, pairs: Pairs) -> None:
+        """A request goes on on the CPU."""
+        if self._lane is None:
+            raise IntegrityError(f"the plan moves {name} to the CPU, but the executor was made without one")
+        slots = frozenset(slot for _, slot in pairs)
+        for guest in [guest for guest, kept in self._on_cpu.items() if kept & slots]:
+            self._lane.drop(guest)  # it ended there: the core has given its place to another
+            del self._on_cpu[guest]
+        self._lane.take(name, self._pool, [block for block, _ in pairs])
+        self._on_cpu[name] = slots
+        self.moved_to_cpu += 1
+
+    def _checksums(self, blocks: list[int]) -> list[int]:
+        ids = torch.tensor(blocks, dtype=torch.int64).to(self._pool.device)
+        sums = torch.empty(len(blocks), dtype=torch.int32, device=self._pool.device)
+        found: list[int] = self._ops.block_checksum(self._pool.rows, ids, sums).tolist()
+        return found
+
+    def _check_restored(self, name: str, blocks: list[int]) -> None:
+        """Verify that what came back is what was saved.
+
+        Raises:
+            ChangedBlockError: it is not; names the block, its owner and both steps.
+        """
+        step, saved = self._sums.pop(name)
+        for block, before, now in zip(blocks, saved, self._checksums(blocks), strict=True):
+            if before != now:
+                raise ChangedBlockError(
+                    f"block {block} of {name}, restored at step {self._pool.clock.step}, is not what was saved at step {step}: "
+                    f"checksum {now & 0xFFFFFFFF:08x}, not {before & 0xFFFFFFFF:08x}; a copy was not waited for, or its place was rewritten"
+                )
+
+    def _await(self, fence: Any) -> None:
+        """What comes next may write where the copy reads. The checked mode waits on the host, so that tags can be verified."""
+        if self._pool.checked:
+            fence.wait()
+        else:
+            fence.order()
+
+    def _needed(self, name: str) -> BlockMover:
+        if self._mover is None:
+            raise IntegrityError(f"the plan swaps {name}, but the executor was made without a CPU pool")
+        return self._mover
