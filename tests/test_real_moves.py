@@ -224,18 +224,6 @@ def test_a_swap_without_a_cpu_pool_is_refused(device):
         moves.begin(plan)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{"saves": ((-1, ((1, 1),)),)}, {"loads": (("a", -1, ((1, 1),)),)}, {"to_cpu": ("a",)}],
-    ids=["saves", "loads", "to_cpu"],
-)
-def test_a_plan_for_a_cpu_tier_or_executor_is_refused_before_anything_moves(device, asked):
-    device.owns("a", (1,))
-    with pytest.raises(IntegrityError, match="this device has neither"):
-        device.begin(releases=(("a", (1,)),), **asked)
-    assert device.reads(1) == 11
-
-
 def test_the_last_releases_are_those_that_no_plan_has_told(device):
     device.owns("a", [1, 2])
     device.moves.close((("a", (1, 2)),))
