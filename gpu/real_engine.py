@@ -145,6 +145,9 @@ class RealEngine:
         mover = None
         if engine.num_cpu_blocks:
             mover = BlockMover(pool, CpuBlockPool(layout, engine.num_cpu_blocks), ops)
+        tier = None
+        if engine.num_cpu_prefix_blocks:
+            tier = BlockMover(pool, CpuBlockPool(layout, engine.num_cpu_prefix_blocks), ops)
         forward = ForwardPass(
             Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, num_splits=splits),
             pool,
@@ -162,6 +165,7 @@ class RealEngine:
                 pool,
                 ops,
                 mover=mover,
+                tier=tier,
                 lane=CpuLane(
                     forward.model, layout, self.tokens, sampling=settings.sampling, max_model_len=engine.max_model_len
                 ),
