@@ -77,6 +77,7 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
             "all_reduce": _all_reduce(source.all_reduce, over_pcie=device.link == "pcie"),
             "stairs": kernel == "FlashAttention 2",
             "mixed_factor": MIXED_FACTOR[kernel],
+            "eager_call_us": round(source.eager_call_us, 1),
             "short_kernel_us": 2.2,
             "short_kernels_per_layer": 5,
             "bandwidth_share": 0.8,
@@ -109,6 +110,8 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
             ),
             f"decodes beside a prefill were not timed: their attention is taken to cost {MIXED_FACTOR[kernel]} times a call of its own",
             "batches of unequal contexts were not timed: they are priced as if all were as long as their mean",
+            f"without a CUDA graph one operation was timed, a short collective: {source.eager_call_us:.0f} us of the host; eager steps are "
+            "priced as if every kernel took the host as long",
             f"decode calls whose KV fits the {device.l2_cache_bytes >> 20} MiB cache were left out: repeated, they read it from there; "
             "in a model the layers in between evict it",
             "norms, rotary embedding and activation were not timed: 5 kernels a layer of 2.2 us, the mean of LLMServingSim's tables "

@@ -18,6 +18,7 @@ from calibration.readers.splitwise import noise_floor
 from calibration.runs import RecordedRun, read_run
 from calibration.tent import Array
 from calibration.twin import SimulatedRun, preempted, simulate_requests
+from calibration.uncertainty import draws, interval
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.core.request import RequestSpec
@@ -35,6 +36,9 @@ from .validate_silicon import print_silicon
 A100_RATES = ("0.5", "0.67", "0.84", "1")
 A100_CALIBRATED_ON = ("0.5", "0.84")
 KERNELS_ONLY = "profile, kernels only"
+STATED_GAPS = "profile, with stated gaps"
+DRAWS = 12
+"""Draws of a profile's uncertainty that are simulated."""
 POOLS = range(1600, 2600, 50)
 """Pool sizes that are tried, in blocks, for the one under which exp-0 at 0.84 a second queues as it did."""
 
@@ -48,9 +52,11 @@ def print_kernels(data: Path) -> None:
         error = read_profile(FOLDER / f"{name}.json").data["error"]
         for key, value in error.items():
             if key.startswith("held_out"):
+                noise_p95 = value.get("same_tile_noise_p95")
                 print(
                     f"  {name:<36} {key:<46} {value['median']:7.1%} {value['p95']:7.1%}"
                     + (f" {value['points']:>6} points" if "points" in value else "")
+                    + (f", noise of the table {noise_p95:.1%}" if noise_p95 else "")
                 )
 
 
@@ -61,7 +67,7 @@ def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
     embedded = fitted_cost(case.profile, model, device, tensor_parallel_size=ranks)
     return {
         KERNELS_ONLY: corrected(embedded, Correction()),
-        f"profile, with stated gaps of {embedded.terms.gap_s * 1e3:.2f} ms a step": embedded,
+        f"{STATED_GAPS} of {embedded.terms.gap_s * 1e3:.2f} ms a step": embedded,
         "roofline": Roofline(model, device, tensor_parallel_size=ranks),
         **(
             {
@@ -129,6 +135,20 @@ def _print_runs(case: Case, run: RecordedRun, costs: dict[str, CostModel]) -> No
             means = f"{path.measured_mean:.3g} measured, {path.predicted_mean:.3g} simulated"
             print(f"    {path.name:<9} distance {path.distance:.1%}, mean {means}")
         _print_preempted(run, twin)
+        if label.startswith(STATED_GAPS):
+            _print_intervals(case, run, cost)
+
+
+def _print_intervals(case: Case, run: RecordedRun, cost: CostModel) -> None:
+    """What the profile's own uncertainty makes of the predictions."""
+    twins = [simulate_requests(case.scenario(), run.requests, one) for one in draws(cost, DRAWS)]
+    shown = []
+    for name, of in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("e2el", "e2el_s")):
+        measured = float(np.nanmean(getattr(run, of)))
+        low, high = interval([float(np.nanmean(getattr(twin, of))) / measured - 1 for twin in twins])
+        shown.append(f"{name} mean [{low:+.1%}, {high:+.1%}]")
+    low, high = interval([twin.makespan_s / run.makespan_s - 1 for twin in twins])
+    print(f"    90 % of {DRAWS} draws of the profile: {', '.join(shown)}, makespan [{low:+.1%}, {high:+.1%}]")
 
 
 def _print_preempted(run: RecordedRun, twin: SimulatedRun) -> None:

@@ -308,7 +308,9 @@ def cost_model(resolved: Resolved) -> CostModel:
         raise ScenarioError(
             f"[gpu] profile is {profile!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(profile, known)}"
         )
-    return planned_ahead(fitted_cost(profile, resolved.model, resolved.gpu, **settings))
+    eager = resolved["engine"]["enforce_eager"]
+    cost = fitted_cost(profile, resolved.model, resolved.gpu, **settings, enforce_eager=eager)
+    return overlapped(cost) if eager else planned_ahead(cost)  # launches run ahead of the device
 
 
 def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:

@@ -17,6 +17,8 @@ from sim.costs.overlap import overlapped
 from sim.costs.piecewise import Field, Grid, IntegerLine, Line
 from sim.costs.profile import FittedProfile
 from sim.costs.terms import StepTerms
+from sim.resolve import resolve
+from sim.simulation import cost_model
 
 SECONDS = st.floats(0.0, 0.05, allow_nan=False)
 
@@ -308,3 +310,17 @@ def test_no_step_of_a_composed_model_costs_more_than_a_larger_one() -> None:
     """fp8 kernels are slower for 257 tokens than for 512: an engine may pad."""
     dense = fitted_cost("auto", model_shape("qwen3-32b"), gpu("h200"), quantization="fp8").terms.dense
     assert list(dense.y) == sorted(dense.y)
+
+
+def test_without_graphs_a_short_step_takes_as_long_as_the_host_launches_it() -> None:
+    """330 kernels of 21 us on the H100's host outlast a decode of one sequence, and not a prompt of 8,192 tokens."""
+    flags = {"model": "llama-3.1-8b", "gpu": "h100", "profile": "auto"}
+    graphs, eager = (
+        cost_model(resolve(sim.Scenario.from_flags({**flags, "enforce_eager": on}))) for on in (False, True)
+    )
+    short = BatchShape(decode_seqs=1, decode_context_tokens=100, sampled_seqs=1)
+    long = BatchShape(prefill=((8192, 0),), sampled_seqs=1)
+    assert eager.step_fs(short) / 1e12 == pytest.approx(330 * 0.0213, rel=0.02)
+    assert graphs.step_fs(short) < eager.step_fs(short)
+    assert eager.step_fs(long) == graphs.step_fs(long)
+    assert any("7.0 ms to launch a step" in text for text in eager.warnings())

@@ -67,15 +67,20 @@ def engines(draw: st.DrawFn) -> EngineConfig:
     """Engines from starved to comfortable."""
     max_num_seqs = draw(st.integers(1, 10))
     groups = draw(st.sampled_from([(), (), ((4, None), (4, 9)), ((8, None), (4, 5)), ((4, 6), (4, 13))]))
+    window = None if groups else draw(st.sampled_from([None, None, 9]))
+    caching = draw(st.booleans())
+    tier = draw(st.sampled_from([0, 0, 10])) if caching and not groups and window is None else 0
     return EngineConfig(
         num_gpu_blocks=draw(st.sampled_from([16, 20, 28, 60])) * (2 if groups else 1),
         block_size=4,
         max_model_len=60,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([2, 16, 64])),
-        enable_prefix_caching=draw(st.booleans()),
+        enable_prefix_caching=caching,
         reserve_full_prompt=draw(st.sampled_from([True, True, False])),
-        sliding_window=None if groups else draw(st.sampled_from([None, None, 9])),
+        sliding_window=window,
+        num_cpu_prefix_blocks=tier,
+        cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
         kv_groups=tuple(AttentionGroup(block_size=size, window=window) for size, window in groups),
         num_cpu_blocks=draw(st.sampled_from([0, 0, 12])),
     )
@@ -151,6 +156,8 @@ def test_no_preset_loses_a_forking_request(name: str) -> None:
     @given(engines(), forking_loads())
     def ends(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
         config = replace(config, reserve_full_prompt=True, sliding_window=None, kv_groups=())
+        if name == "vllm-v0":
+            config = replace(config, num_cpu_prefix_blocks=0)  # it has no prefix cache
         preset = PRESETS[name](config)
         record, _ = run(preset.configure(config), preset.policy, requests, stepping=False)
         assert len(record.requests) == sum(spec.n for spec in requests)

@@ -144,6 +144,22 @@ def test_a_window_needs_only_the_blocks_that_it_covers():
     assert found(FULL_AND_32, [[1, 2, 4], range(6)], 6) == [[None, 1, 2], [0, 1, 2]]
 
 
+def test_a_model_of_windows_alone_needs_only_the_last_blocks_too(drive):
+    """Window 32, blocks of 16, one group. A prompt of 96 tokens in chunks of 32: (64 - 31) // 16 = 2 blocks slide out when 64 are
+    computed, and the second of them is the first to be taken by somebody else. The prompt is hit all the same: after 80 tokens only the
+    last two of five blocks are seen.
+    """
+    engine = drive(6, 16, max_num_batched_tokens=32, sliding_window=32)
+    prompt = {"content_ids": tuple("abcdef"), "content_block_tokens": 16}
+    engine.add("first", 96, **prompt)
+    engine.run()
+    engine.add("other", 16)
+    assert engine.step().tables == {"other": (2,)}
+    again = engine.add("again", 96, **prompt)
+    assert engine.step().tokens == {"again": 16}
+    assert again.prefix_hit_tokens == 80
+
+
 def test_full_attention_needs_every_block_from_the_first():
     assert found(FULL_AND_32, [range(6), [0, 1, 3, 4, 5]], 6) == [[0, 1], [0, 1]]
     assert found(FULL_AND_32, [range(6), [1, 2, 3]], 6) == [[], []]

@@ -21,6 +21,7 @@ from sim.core.admission import Admission, CanEverFit, Every, FreeBlocks
 from sim.core.clock import FS_PER_S, to_fs, to_s
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
+from sim.core.meters import DrainMeter
 from sim.core.plan import StepPlan
 from sim.core.policies import MaxInFlight, MaxQueuedTokens, TokenBucket, TtftDeadline
 from sim.core.policies.promises import Drain, Promises
@@ -185,6 +186,28 @@ def test_promises_are_spaced_and_newcomers_wait_behind_them() -> None:
     assert len(line) == 19
     assert not line.claim("r1", to_fs(told[1] + 2.0) + 1)  # too late: its place has lapsed
     assert line.held_back(to_fs(told[-1] + 2.1), ten) == 0.0
+
+
+def test_the_rate_of_prompts_is_that_of_a_queue_once_one_has_been_seen() -> None:
+    """Ten prompts of 200 tokens that find nobody take 20 ms each: 10,000 tokens a second. Then nine arrive together and are done 0.1 s
+    after each other: eight of them queued, at 2,000 a second, and that is what a queue drains at."""
+    meter = DrainMeter()
+    assert meter.prefill_tokens_per_s() is None
+    for second in range(10):
+        meter.prompt_done(to_fs(second + 0.02), to_fs(second), 200)
+    assert meter.prefill_tokens_per_s() == pytest.approx(10_000)
+    for place in range(9):
+        meter.prompt_done(to_fs(100.1 + 0.1 * place), to_fs(100.0), 200)
+    assert meter.num_prompts() == 8
+    assert meter.prefill_tokens_per_s() == pytest.approx(2_000)
+
+
+def test_lengths_that_differ_are_as_uncertain_as_equal_ones_that_are_longer() -> None:
+    """As many prompts of 100 as of 300 tokens: (100^2 + 300^2) / (100 + 300) = 250, not their mean of 200."""
+    meter = DrainMeter()
+    for index in range(20):
+        meter.prompt_done(to_fs(index + 0.5), to_fs(index), 100 if index % 2 else 300)
+    assert meter.prompt_piece_tokens() == pytest.approx(250)
 
 
 # -- B48 and the other verdicts ------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ PREFERRED = ("fa3", "flash_attn", "fiprefill", "fidecode", "triton")
 HEAD_DIM = 128
 """Head size whose rows are used: the one that the models in the catalogue share."""
 LEAST_ROWS = 100
+SHORT_BYTES = 4096
+"""Messages that take no time but their start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class KernelTables:
     """num_heads, num_key_value_heads, kv_cache_dtype, batch_size, kv, us"""
     all_reduce: pd.DataFrame
     """num_gpus, message_size (bytes), us: inside a CUDA graph"""
+    eager_call_us: float
+    """A short collective called without a CUDA graph: what the host takes to launch one operation."""
 
 
 def read_tables(folder: Path) -> KernelTables:
@@ -64,6 +68,9 @@ def read_tables(folder: Path) -> KernelTables:
         raise CalibrationError(f"{folder}: no vllm/VERSION/gemm_perf.parquet in it")
     tables = versions[-1].parent
     raw = read_parquet(tables / "gemm_perf.parquet", ("device", "gemm_dtype", "m", "n", "k", "latency"), LEAST_ROWS)
+    collectives = read_parquet(
+        folder / "custom_allreduce_perf.parquet", ("num_gpus", "message_size", "backend", "latency"), 20
+    )
     return KernelTables(
         folder=folder,
         gpu=GPU_NAMES[folder.name],
@@ -72,7 +79,8 @@ def read_tables(folder: Path) -> KernelTables:
         gemm=_best(raw, ["gemm_dtype", "m", "n", "k"]),
         prefill=_prefill(tables / "context_attention_perf.parquet"),
         decode=_decode(tables / "generation_attention_perf.parquet"),
-        all_reduce=_all_reduce(folder / "custom_allreduce_perf.parquet"),
+        all_reduce=_best(collectives[collectives["backend"] == "vllm_graph"], ["num_gpus", "message_size"]),
+        eager_call_us=_eager_call_us(collectives),
     )
 
 
@@ -88,9 +96,12 @@ def _decode(path: Path) -> pd.DataFrame:
     return _best(table.assign(kv=table["step"] + 1), [*keys, "kv"])
 
 
-def _all_reduce(path: Path) -> pd.DataFrame:
-    table = read_parquet(path, ("num_gpus", "message_size", "backend", "latency"), 20)
-    return _best(table[table["backend"] == "vllm_graph"], ["num_gpus", "message_size"])
+def _eager_call_us(table: pd.DataFrame) -> float:
+    """Median over messages of a few kB between two GPUs: the device takes 4 to 6 us of it, inside a graph."""
+    short = table[
+        (table["backend"] == "vllm_eager") & (table["num_gpus"] == 2) & (table["message_size"] <= SHORT_BYTES)
+    ]
+    return float(short["latency"].median()) * 1e3 if len(short) else 0.0
 
 
 def _attention(table: pd.DataFrame) -> pd.DataFrame:

@@ -59,6 +59,11 @@ class Family:
         """By sequence: the number of output tokens up to which that has been done."""
         self._replaced: dict[int, tuple[tuple[int, int], ...]] = {}
 
+    @property
+    def changes(self) -> bool:
+        """Whether its sequences may go on as copies of each other."""
+        return self.leader.spec.forking is not None and self.leader.spec.forking.change > 0
+
     def replaced(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """As `Forking.replaced`, remembered."""
         pairs = self._replaced.get(tokens)
@@ -129,7 +134,7 @@ class Families:
     def steps_to_next(self, limit: int) -> int:
         """Decode steps until a sequence is copied, at most `limit`."""
         for family in self._families.values():
-            for member in family.members.values():
+            for member in family.members.values() if family.changes else ():
                 if member.decoding:
                     limit = min(limit, self._due(family, member) - self._output(member))
         return max(limit, 1)
@@ -183,6 +188,8 @@ class Families:
         """Children and sources, by the requests' own fate. At the first token all are copies of one anyway."""
         pairs: list[tuple[Request, Request]] = []
         for family in self._families.values():
+            if not family.changes:
+                continue
             for source in family.members.values():
                 has = self._output(source)
                 if source.state is not State.RUNNING or has <= family.counted.get(source.request_id, 1):

@@ -100,7 +100,7 @@ class GroupTables(BlockTables):
             before = tokens
             for group, own in zip(self.groups, by_group, strict=True):
                 if group.window is not None:
-                    tokens = self._served(group, own, self._aligned(tokens))
+                    tokens = group.served(own, self._aligned(tokens), self._slots_per_block)
             tokens = self._aligned(tokens)
         hits: list[int] = []
         for group, own in zip(self.groups, by_group, strict=True):
@@ -113,16 +113,6 @@ class GroupTables(BlockTables):
     def _aligned(self, tokens: int) -> int:
         """Whole blocks of every group."""
         return tokens - tokens % self._slots_per_block
-
-    def _served(self, group: BlockTables, keys: list[int], tokens: int) -> int:
-        """The longest prefix, up to `tokens` tokens, of which a group has what its window covers; looked for from the right."""
-        index = tokens // group.block_size
-        while index > skipped_blocks(tokens, group.block_size, group.window):
-            index -= 1
-            if not self.pool.find(keys[index : index + 1]):
-                tokens = self._aligned(index * group.block_size)
-                index = min(index, tokens // group.block_size)
-        return tokens
 
     def tokens_in(self, hits: Sequence[int]) -> int:
         """Tokens that `hits` of all groups hold."""

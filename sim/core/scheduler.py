@@ -261,7 +261,10 @@ class Scheduler:
                 self._serve(request, self._ask(request, draft), draft, now_fs)
 
     def _serve_in_order(self, draft: Draft, now_fs: int) -> None:
-        """A step in which blocks are short: serve in admission order, taking from victims when there is no other way."""
+        """A step in which blocks are short: serve in admission order, taking from victims when there is no other way.
+
+        As in vLLM's running pass that goes for prompt chunks too: an older one comes before a younger decode.
+        """
         order = [request for request in self.running.values() if request.order not in draft.resting]
         served: dict[int, int] = {}
         position = 0

@@ -63,10 +63,26 @@ class BlockTables:
         return table.blocks[start:stop]
 
     def find(self, keys: list[int]) -> list[int]:
-        """Blocks with the longest cached run of `keys`, of blocks 0 and after. NO_BLOCK stands for those that are out of the window."""
-        hits = self.pool.find(keys)
-        passed = skipped_blocks(len(hits) * self.block_size, self.block_size, self.window)
-        return [NO_BLOCK] * passed + hits[passed:]
+        """Blocks with the longest prefix of `keys`, of blocks 0 and after, that can be served: every block, or with a window the last that
+        it covers. NO_BLOCK stands for those that are out of the window.
+        """
+        if self.window is None:
+            return self.pool.find(keys)
+        tokens = self.served(keys, len(keys) * self.block_size, self.block_size)
+        passed = skipped_blocks(tokens, self.block_size, self.window)
+        return [NO_BLOCK] * passed + self.pool.find(keys[passed : tokens // self.block_size])
+
+    def served(self, keys: list[int], tokens: int, unit: int) -> int:
+        """The longest prefix, up to `tokens` tokens and in whole `unit` tokens, of which all that the window covers is cached; looked for
+        from the right. Source: vLLM V1 `SlidingWindowManager.find_longest_cache_hit`.
+        """
+        index = tokens // self.block_size
+        while index > skipped_blocks(tokens, self.block_size, self.window):
+            index -= 1
+            if not self.pool.find(keys[index : index + 1]):
+                tokens = index * self.block_size // unit * unit
+                index = min(index, tokens // self.block_size)
+        return tokens
 
     def tokens_in(self, hits: Sequence[int]) -> int:
         """Tokens that `hits` hold."""
@@ -112,6 +128,7 @@ class BlockTables:
             new_tokens == 1
             and not hits
             and computed_tokens % self.block_size > 0
+            and len(table.blocks) == computed_tokens // self.block_size + 1
             and self.pool.ref_cnt(table.blocks[-1]) == 1
         )
 

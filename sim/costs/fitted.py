@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from sim.catalog.gpus import GPUS, Gpu
@@ -38,8 +39,12 @@ def fitted_cost(
     kv_cache_dtype: str = "auto",
     block_size: int = 16,
     block_bytes: int | None = None,
+    enforce_eager: bool = False,
 ) -> FittedProfile:
     """The cost model of `model` on `device` from profile `chosen`: `auto`, a name of the library, or a file.
+
+    `enforce_eager` is without CUDA graphs: no step is padded, and the host launches every kernel, which takes the device's time or
+    longer (the caller lets them overlap).
 
     Raises: ConfigError when there is no such profile, or it cannot price this model; OSError.
     """
@@ -70,6 +75,14 @@ def fitted_cost(
             **costs,
         )
         notes.append(f"{model.name} is composed from the kernel terms of {profile.gpu}, not measured as a whole")
+    if enforce_eager:
+        launch_s = profile.eager_s(model.num_layers, tensor_parallel_size)
+        terms = replace(terms, step_s=terms.step_s + launch_s, padded_sizes=())
+        notes.append(
+            f"no CUDA graphs: the host takes {launch_s * 1e3:.1f} ms to launch a step"
+            if launch_s
+            else "no CUDA graphs: what the host takes to launch a step is not in this profile, and is left out"
+        )
     if profile.gpu != device.name:
         notes.append(
             f"profile {profile.name} was measured on {profile.gpu}, not on {device.name}: {_how_far(profile.gpu, device)}"

@@ -64,10 +64,16 @@ class ProfileFile:
 
     def gap_s(self, num_layers: int, ranks: int) -> float:
         """All gaps between the kernels of a step of a model with so many layers; 0 where none is stated."""
+        return self._kernels(num_layers, ranks) * float(self.data["host"].get("kernel_gap_us", 0.0)) * _US
+
+    def eager_s(self, num_layers: int, ranks: int) -> float:
+        """What the host takes to launch the kernels of a step one by one; 0 where that is not known."""
+        return self._kernels(num_layers, ranks) * float(self.data.get("kernels", {}).get("eager_call_us", 0.0)) * _US
+
+    def _kernels(self, num_layers: int, ranks: int) -> float:
         host = self.data["host"]
         layer = float(host.get("kernels_per_layer", 0)) + (COLLECTIVES_PER_LAYER if ranks > 1 else 0)
-        kernels = float(host.get("kernels_per_step", 0)) + num_layers * layer
-        return kernels * float(host.get("kernel_gap_us", 0.0)) * _US
+        return float(host.get("kernels_per_step", 0)) + num_layers * layer
 
 
 def read_profile(path: Path) -> ProfileFile:
