@@ -72,7 +72,8 @@ def run_for_real(
 
     Raises what the device's checks raise.
     """
-    from gpu.real_engine import RealEngine, RealSettings
+    from gpu.real_engine import RealEngine
+    from gpu.real_settings import RealSettings
 
     settings = {"num_threads": 1 if device == "cpu" else None, **settings}
     engine = RealEngine(
