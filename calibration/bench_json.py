@@ -17,6 +17,7 @@ from sim.workload import read_trace
 
 from .errors import CalibrationError
 from .runs import RecordedRun
+from .tent import Array
 
 NEEDED = ("ttfts", "itls", "input_lens", "output_lens", "start_times")
 
@@ -45,6 +46,7 @@ def read_bench(path: Path) -> RecordedRun:
     if len(trace.requests) != len(good):
         raise CalibrationError(f"{path}: {len(good)} requests succeeded, {len(trace.requests)} were read")
     e2el = ttft + decode
+    gaps = np.concatenate([np.asarray(document["itls"][i], dtype=np.float64) for i in good]) if good else np.zeros(0)
     return RecordedRun(
         name=path.stem,
         provenance=f"{document['model_id']} on {document.get('backend', document.get('endpoint_type', '?'))}, {document.get('date', '?')}",
@@ -53,4 +55,9 @@ def read_bench(path: Path) -> RecordedRun:
         tpot_s=np.where(outputs > 1, decode / np.maximum(outputs - 1, 1), np.nan)[order],
         e2el_s=e2el[order],
         finished_s=(start - start.min() + e2el)[order],
+        itl_s=_statistics(gaps) if gaps.size else None,
     )
+
+
+def _statistics(values: Array) -> dict[str, float]:
+    return {"mean": float(values.mean()), **{f"p{rank}": float(np.percentile(values, rank)) for rank in (50, 90, 99)}}

@@ -19,9 +19,10 @@ from .errors import CalibrationError
 from .runs import RecordedRun
 from .split import SEED
 from .tent import Array
-from .twin import SimulatedRun, preempted
+from .trajectories import DIFFERENT, EQUIVALENT, Trajectory, trajectories
+from .twin import SimulatedRun
 
-EQUIVALENT, DIFFERENT, OPEN = "equivalent", "different", "not shown"
+OPEN = "not shown"
 STATISTICS: dict[str, Callable[[Array], Array]] = {
     "mean": lambda x: np.nanmean(x, axis=-1),
     "p50": lambda x: np.nanpercentile(x, 50, axis=-1),
@@ -31,11 +32,8 @@ STATISTICS: dict[str, Callable[[Array], Array]] = {
 SMALL_TTFT_S = 0.2
 """TTFT below this is judged by its absolute error: its relative one says nothing."""
 SMALL_TTFT_MARGIN_S = 0.02
+"""The margin then, or one step (a median TPOT) where that is less: when in a step a request arrives is chance."""
 RESAMPLES = 500
-FEW = 0.5
-"""Mean number of requests below which a trajectory is not compared."""
-PREEMPTED_MARGIN = 0.25
-"""How far the mean number of preempted requests may be off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +74,6 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """A state of the engine over time, measured and simulated at the same ticks."""
-
-    name: str
-    distance: float
-    """Mean absolute difference over the mean measured value."""
-    measured_mean: float
-    predicted_mean: float
-    verdict: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """Everything that was compared."""
 
@@ -115,7 +101,15 @@ class Judgement:
             "num_gpu_blocks": self.twin.summary["num_gpu_blocks"],
             "metrics": [asdict(metric) for metric in self.metrics],
             "trajectories": [asdict(trajectory) for trajectory in self.trajectories],
-            "preemptions": {"predicted": self.twin.summary["num_preemptions"]},
+            "preemptions": {
+                "measured": self.run.num_preemptions,
+                "predicted": self.twin.summary["num_preemptions"],
+            },
+            "requests": {
+                "sent": len(self.run.requests),
+                "finished": int(self.run.finished.sum()),
+                "finished_in_the_twin": self.twin.summary["finished"],
+            },
             "bias": float(np.mean([metric.error for metric in self.metrics if not metric.absolute] or [0.0])),
             "worst": worst.name,
             "margins": asdict(self.margins),
@@ -125,39 +119,82 @@ class Judgement:
 
 
 def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) -> Judgement:
-    """Compare. Raises: CalibrationError when the twin did not finish the requests that the run finished."""
+    """Compare, over the requests that finished in the run.
+
+    Raises: CalibrationError when none did, or the twin did not finish one that the run finished.
+    """
     limits = margins or Margins()
-    if np.isnan(twin.e2el_s).any():
+    finished = run.finished
+    unfinished = int(np.isnan(twin.e2el_s[finished]).sum())
+    if unfinished or not finished.any():
         raise CalibrationError(
-            f"{run.name}: {int(np.isnan(twin.e2el_s).sum())} of {twin.e2el_s.size} requests did not finish in the simulation; "
-            "their times cannot be compared"
+            f"{run.name}: {unfinished} of {int(finished.sum())} requests did not finish in the simulation; their times cannot be compared"
+            if finished.any()
+            else f"{run.name}: none of its {finished.size} requests finished; there is nothing to compare"
         )
     rng = np.random.default_rng(SEED)
-    chosen = rng.integers(0, run.ttft_s.size, (RESAMPLES, run.ttft_s.size))
+    chosen = rng.integers(0, int(finished.sum()), (RESAMPLES, int(finished.sum())))
+    small_s = (
+        min(SMALL_TTFT_MARGIN_S, float(np.nanmedian(run.tpot_s)))
+        if np.isfinite(run.tpot_s).any()
+        else SMALL_TTFT_MARGIN_S
+    )
     metrics = [
-        _paired(f"{name}_{statistic}", getattr(run, f"{name}_s"), getattr(twin, f"{name}_s"), statistic, chosen, limits)
+        _paired(
+            f"{name}_{statistic}",
+            getattr(run, f"{name}_s")[finished],
+            getattr(twin, f"{name}_s")[finished],
+            statistic,
+            chosen,
+            limits,
+            small_s,
+        )
         for name in ("ttft", "tpot", "e2el")
         for statistic in STATISTICS
     ]
+    metrics += _itl(run, twin, limits)
     metrics += [
         _single("makespan_s", run.makespan_s, twin.makespan_s, limits.mean),
         _single(
             "request_throughput_per_s",
-            len(run.requests) / run.makespan_s,
-            len(run.requests) / twin.makespan_s,
+            int(finished.sum()) / run.makespan_s,
+            int(np.isfinite(twin.e2el_s).sum()) / twin.makespan_s,
             limits.mean,
         ),
     ]
     return Judgement(
-        run=run, twin=twin, metrics=tuple(metrics), trajectories=tuple(_trajectories(run, twin, limits)), margins=limits
+        run=run,
+        twin=twin,
+        metrics=tuple(metrics),
+        trajectories=tuple(trajectories(run, twin, limits.trajectory)),
+        margins=limits,
     )
 
 
-def _paired(name: str, measured: Array, predicted: Array, statistic: str, chosen: Any, limits: Margins) -> Metric:
+def _itl(run: RecordedRun, twin: SimulatedRun, limits: Margins) -> list[Metric]:
+    """Inter-token latency over all tokens, where it was recorded. Its statistics alone are, so there is no interval."""
+    if run.itl_s is None:
+        return []
+    predicted = twin.summary["itl_s"]
+    return [
+        _single(
+            f"itl_{statistic}_s",
+            run.itl_s[statistic],
+            predicted[statistic],
+            limits.mean if statistic == "mean" else limits.tail,
+        )
+        for statistic in STATISTICS
+        if statistic in run.itl_s
+    ]
+
+
+def _paired(
+    name: str, measured: Array, predicted: Array, statistic: str, chosen: Any, limits: Margins, small_ttft_s: float
+) -> Metric:
     of = STATISTICS[statistic]
     a, b = float(of(measured)), float(of(predicted))
     absolute = name.startswith("ttft") and a < SMALL_TTFT_S
-    margin = SMALL_TTFT_MARGIN_S if absolute else (limits.mean if statistic == "mean" else limits.tail)
+    margin = small_ttft_s if absolute else (limits.mean if statistic == "mean" else limits.tail)
     again_a, again_b = of(measured[chosen]), of(predicted[chosen])
     errors = again_b - again_a if absolute else again_b / again_a - 1
     low, high = (float(value) for value in np.nanquantile(errors, [0.05, 0.95]))
@@ -188,35 +225,6 @@ def _single(name: str, measured: float, predicted: float, margin: float) -> Metr
         absolute=False,
         verdict=_verdict(error, error, margin),
     )
-
-
-def _trajectories(run: RecordedRun, twin: SimulatedRun, limits: Margins) -> list[Trajectory]:
-    if run.ticks_s is None:
-        return []
-    simulated = twin.at(run.ticks_s)
-    measured = dict(run.trajectories)
-    if run.scheduled_s is not None:
-        measured["preempted"] = preempted(run.scheduled_s, run.finished_s, run.ticks_s, measured["running"])
-    found = []
-    for name, values in measured.items():
-        scale = float(np.mean(values))
-        if scale < FEW and simulated[name].mean() < FEW and name != "kv_usage":
-            continue  # nothing to follow: a request that is started and not yet counted as running makes such a trace
-        distance = float(np.mean(np.abs(simulated[name] - values)) / scale) if scale else float("inf")
-        ratio = float(np.mean(simulated[name])) / scale if scale else float("inf")
-        # A handful of preempted requests flickers: not when, but how many there were is judged.
-        close = abs(ratio - 1) <= PREEMPTED_MARGIN if name == "preempted" else distance <= limits.trajectory
-        verdict = EQUIVALENT if close else DIFFERENT
-        found.append(
-            Trajectory(
-                name=name,
-                distance=distance,
-                measured_mean=scale,
-                predicted_mean=float(np.mean(simulated[name])),
-                verdict=verdict,
-            )
-        )
-    return found
 
 
 def _verdict(low: float, high: float, margin: float) -> str:

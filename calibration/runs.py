@@ -1,4 +1,4 @@
-"""Recorded runs of real servers: what each request got, and what the engine logged over time.
+"""Recorded runs of real servers: what each request got, and what the engine logged over time. Those of this project are `own_run`'s.
 
 Source of the formats: LLMServingSim 2 (`requests.jsonl`, `timeseries.csv`, `meta.json`), llm-d-benchmark (one CSV a rate).
 """
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sim.core.request import RequestSpec
+from sim.scenario import Scenario
 from sim.workload import read_trace
 
 from .errors import CalibrationError
@@ -44,19 +46,35 @@ class RecordedRun:
     """Times of the engine's log lines `[ticks]`, on the requests' clock."""
     trajectories: Mapping[str, Array] = field(default_factory=dict)
     """`running`, `waiting`, and `kv_usage` (a share) where it was recorded, `[ticks]`."""
+    itl_s: Mapping[str, float] | None = None
+    """Inter-token latency over all tokens, by statistic (`mean`, `p50`, `p90`, `p99`), where it was recorded."""
+    num_preemptions: int | None = None
+    """Preemptions, where they were counted."""
+    scenario: Scenario | None = None
+    """What was run, where the run says so: that of its twin, but for the prices."""
 
     @property
     def makespan_s(self) -> float:
         """From the first arrival to the last token."""
-        return float(self.finished_s.max())
+        return float(np.nanmax(self.finished_s))
+
+    @property
+    def finished(self) -> npt.NDArray[np.bool_]:
+        """Which requests finished; the times of the others are NaN."""
+        return np.asarray(np.isfinite(self.e2el_s))
 
 
 def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
-    """The run in a folder with `requests.jsonl` and `meta.json`, in an llm-d CSV, or in a vLLM bench JSON.
+    """The run in the out folder of `kvtwin run --executor torch`, in a folder with `requests.jsonl` and `meta.json`, in the JSON
+    of `vllm bench serve`, or in an llm-d CSV.
 
     `prefixes` is a `lengths.csv` of the same requests, whose prefix hits they get. Raises: CalibrationError for a run without
     provenance, or whose prefixes are another workload's; TraceError for an unreadable file; OSError.
     """
+    if (path / "summary.json").is_file():
+        from .own_run import read_own_run
+
+        return read_own_run(path)
     if path.is_dir():
         return _llmservingsim(path, prefixes)
     if path.suffix == ".csv":
@@ -66,7 +84,8 @@ def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
 
         return read_bench(path)
     raise CalibrationError(
-        f"{path}: not a recorded run; a folder with requests.jsonl and meta.json, an llm-d CSV, or a vLLM bench JSON, is"
+        f"{path}: not a recorded run; the out folder of `kvtwin run --executor torch`, a folder with requests.jsonl and meta.json, "
+        "an llm-d CSV, or a vLLM bench JSON, is"
     )
 
 

@@ -8,12 +8,15 @@ from typing import Any
 from .errors import CalibrationError
 from .fit_gpu import fit_gpu_profile
 from .fit_model import fit_model_profile
+from .fit_run import fit_run_profile
 from .readers import aiconfigurator, distserve, llmservingsim, splitwise
+from .step_log import is_step_run, read_run
 from .whole_steps import fit_whole_steps
 
 KNOWN = (
-    "LLMServingSim kernel profiles (a folder with meta.yaml, tpN/*.csv), aiconfigurator tables (a folder SYSTEM/vllm/VERSION/*.parquet), "
-    "DistServe's laws (profiler-*.json) and Splitwise's batch timings (perf_model.csv)"
+    "runs of `kvtwin calibrate measure` (a folder with run.json), LLMServingSim kernel profiles (a folder with meta.yaml, tpN/*.csv), "
+    "aiconfigurator tables (a folder SYSTEM/vllm/VERSION/*.parquet), DistServe's laws (profiler-*.json) and Splitwise's batch timings "
+    "(perf_model.csv)"
 )
 
 
@@ -39,9 +42,12 @@ def fit_source(
     model: str | None = None,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    """The profile fitted to `folder`: kernel tables of a GPU (a `gpu` profile) or of one model, or whole steps of one (a `model` profile).
+    """The profile fitted to `folder`: steps that we timed, kernel tables or whole steps of one model (a `model` profile), or kernel
+    tables of a GPU (a `gpu` profile).
 
-    `model` and `gpu` choose where a file holds several. Raises: CalibrationError when it is neither, or when its tables cannot be used;
+    `model` and `gpu` choose where a file holds several; `gpu` names the device of timed steps where the catalogue does not know it.
+
+    Raises: CalibrationError when it is neither, or when its tables cannot be used;
     ConfigError for an unknown model or GPU; OSError.
     """
     if folder.is_file():
@@ -54,6 +60,8 @@ def fit_source(
         return fit_whole_steps(steps, date=date, command=command)
     if not folder.is_dir():
         raise CalibrationError(f"{folder}: no such file or folder; known sources are {KNOWN}")
+    if is_step_run(folder):
+        return fit_run_profile(read_run(folder), date=date, command=command, gpu=gpu)
     if (folder / "vllm").is_dir():
         return fit_gpu_profile(aiconfigurator.read_tables(folder), date=date, command=command)
     if (folder / "meta.yaml").is_file() or list(folder.glob("tp*")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,20 @@ class SimulatedRun:
 
     def at(self, ticks_s: Array) -> dict[str, Array]:
         """Engine state at given times: `running`, `waiting`, `kv_usage`, and `preempted` (started, not running, not finished)."""
-        rows = np.clip(np.searchsorted(self.timeline["time_s"], ticks_s, side="right") - 1, 0, None)
-        ends = self.timeline["time_s"] + self.timeline["duration_s"]
-        busy = (ticks_s >= self.timeline["time_s"][0]) & (ticks_s < ends[rows])
-        found = {
-            "running": np.where(busy, self.timeline["running"][rows], 0.0),
-            "waiting": np.where(busy, self.timeline["waiting"][rows], 0.0),
-            "kv_usage": np.where(busy, self.timeline["used_blocks"][rows], 0.0) / self.summary["num_gpu_blocks"],
-        }
+        found = state_at(self.timeline, ticks_s, self.summary["num_gpu_blocks"])
         return found | {"preempted": preempted(self.scheduled_s, self.finished_s, ticks_s, found["running"])}
+
+
+def state_at(timeline: Mapping[str, Array], ticks_s: Array, num_gpu_blocks: int) -> dict[str, Array]:
+    """`running`, `waiting` and `kv_usage` (a share) at given times, from the columns of a timeline; 0 while the engine is idle."""
+    rows = np.clip(np.searchsorted(timeline["time_s"], ticks_s, side="right") - 1, 0, None)
+    ends = timeline["time_s"] + timeline["duration_s"]
+    busy = (ticks_s >= timeline["time_s"][0]) & (ticks_s < ends[rows])
+    return {
+        "running": np.where(busy, timeline["running"][rows], 0.0),
+        "waiting": np.where(busy, timeline["waiting"][rows], 0.0),
+        "kv_usage": np.where(busy, timeline["used_blocks"][rows], 0.0) / num_gpu_blocks,
+    }
 
 
 def preempted(scheduled_s: Array, finished_s: Array, ticks_s: Array, running: Array) -> Array:
@@ -69,8 +74,17 @@ def simulate_requests(
     """
     resolved = resolve(scenario)
     prices = cost or cost_model(resolved)
-    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
-    record = run_world(config, prices, list(requests), policy=policy)
+    ttft_limit_s = resolved.slo.limits_s.get("ttft") if resolved.slo else None
+    config, policy = choose_policy(resolved["policy"], engine_config(resolved), ttft_limit_s)
+    record = run_world(
+        config,
+        prices,
+        list(requests),
+        policy=policy,
+        replicas=resolved["run"]["replicas"],
+        router=resolved["run"]["router"],
+        max_concurrency=resolved["workload"]["max_concurrency"],
+    )
     columns, timeline = request_columns(record), timeline_columns(record)
     summary = summarize(
         record,

@@ -1,31 +1,93 @@
-"""`kvtwin calibrate`: fit a profile to measurements, and judge a profile against a recorded run."""
+"""`kvtwin calibrate`: measure a device, fit a profile to measurements, and judge a profile against a recorded run."""
 
 from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from sim.results.files import write_text
 from sim.scenario import Scenario
 
+from .calibrate_text import print_fit, print_judgement
 from .options import Json, takes_scenario
 from .terminal import Progress, print_json, say
 
-if TYPE_CHECKING:
-    from calibration.judge import Judgement, Metric
-
 calibrate_app = typer.Typer(
-    help="Fit a profile to measurements, and judge one against a recorded run.",
+    help="Measure a device, fit a profile to measurements, and judge one against a recorded run.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
 
 
 @calibrate_app.command(
-    "fit", epilog="\b\nExample:\n  kvtwin calibrate fit kernels/aiconfigurator/h100_sxm --out h100.json"
+    "measure", epilog="\b\nExample:\n  kvtwin calibrate measure --device cpu --budget 120s --out runs/cpu"
 )
+def measure_command(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder; a run in it is gone on with.")],
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="What to measure: cpu, cuda or cuda:N.")
+    ] = "cpu",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME|config.json",
+            help="The model whose steps are timed; default: tiny-llama-test on the CPU, llama-3.2-1b on a GPU.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="TIME", help="How long to measure, all sessions together: 120s, 2m.")
+    ] = "120s",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Format of weights and activations.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", metavar="TYPE", help="Format of the KV cache.")
+    ] = "auto",
+    block_size: Annotated[int, typer.Option("--block-size", metavar="TOKENS", min=1, help="Tokens a KV block.")] = 16,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option("--max-num-batched-tokens", metavar="TOKENS", min=1, help="Most tokens of a timed step."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option("--max-num-seqs", metavar="N", min=1, help="Most sequences of a timed step.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", metavar="TOKENS", min=1, help="Longest sequence of a timed step.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Root of the design and its order.")] = 0,
+    clock: Annotated[
+        str,
+        typer.Option(
+            "--clock",
+            metavar="wall|thread",
+            help="On the CPU: wall time, or the time that the thread had a core, for a machine that others use too.",
+        ),
+    ] = "wall",
+    json: Json = False,
+) -> int:
+    """Time a designed set of steps on a device, with the executor that serves; memory beside. May be stopped and gone on with."""
+    from .calibrate_measure import run_measure
+
+    return run_measure(
+        out,
+        model=model,
+        budget=budget,
+        json=json,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        seed=seed,
+        clock=clock,
+    )
+
+
+@calibrate_app.command("fit", epilog="\b\nExample:\n  kvtwin calibrate fit runs/cpu --out cpu.json --html cpu.html")
 @takes_scenario
 def fit_command(
     scenario: Scenario,
@@ -33,8 +95,8 @@ def fit_command(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="Kernel tables (a folder of LLMServingSim or aiconfigurator), whole steps (DistServe's JSON, Splitwise's CSV), or a "
-            "real run (requests.jsonl, a vLLM bench JSON, an llm-d CSV), whose first requests correct --profile.",
+            help="A run of `calibrate measure`, kernel tables (a folder of LLMServingSim or aiconfigurator), whole steps (DistServe's "
+            "JSON, Splitwise's CSV), or a server's run (requests.jsonl, a vLLM bench JSON, an llm-d CSV) to correct --profile by.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here.")],
@@ -71,17 +133,29 @@ def fit_command(
             profile = fit_source(source, tensor_parallel_size=ranks, date=today, command=command, model=model, gpu=gpu)
         write(profile, out)
     if html is not None:
-        from .fit_report import page
-
-        html.write_text(page(profile), encoding="utf-8")
+        write_text(html, _fit_page(source, profile))
     shown = {
         key: profile[key]
-        for key in ("name", "kind", "gpu", "error", "intervals", "identifiability", "range", "provenance")
+        for key in (
+            "name",
+            "kind",
+            "gpu",
+            "error",
+            "intervals",
+            "identifiability",
+            "range",
+            "provenance",
+            "memory",
+            "quality",
+        )
+        if key in profile
     }
     if json:
         print_json(shown | {"out": str(out)})
     else:
-        _print_fit(profile, out)
+        print_fit(profile, out)
+        if html is not None:
+            say(f"wrote {html}")
     return 0
 
 
@@ -97,7 +171,11 @@ def judge_command(
     scenario: Scenario,
     recorded: Annotated[
         Path | None,
-        typer.Option("--run", metavar="PATH", help="The recorded run: a folder with requests.jsonl, or an llm-d CSV."),
+        typer.Option(
+            "--run",
+            metavar="PATH",
+            help="The recorded run: the --out of run --executor torch, a bench JSON, a folder with requests.jsonl, an llm-d CSV.",
+        ),
     ] = None,
     prefixes: Annotated[
         Path | None,
@@ -125,9 +203,10 @@ def judge_command(
 ) -> int:
     """Simulate a recorded run's requests and compare: exit code 0 when the twin is equivalent within the margins, 1 when not."""
     from calibration.errors import CalibrationError
-    from calibration.judge import EQUIVALENT, Margins, judge
+    from calibration.judge import Margins, judge
     from calibration.judge_page import page
     from calibration.runs import read_run
+    from calibration.trajectories import EQUIVALENT
     from calibration.twin import simulate_requests
     from calibration.uncertainty import with_intervals
     from sim.resolve import resolve
@@ -139,6 +218,8 @@ def judge_command(
         raise CalibrationError("the requests are the recorded run's: leave --trace and --workload out")
     margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin)
     run = read_run(recorded, prefixes)
+    if run.scenario is not None:  # it says itself what was run; flags change that
+        scenario = run.scenario.with_(**{name: keys for name, keys in scenario.given().items() if keys})
     with Progress("kvtwin calibrate judge") as progress:
         progress.say("simulating")
         judged = judge(run, simulate_requests(scenario, run.requests), margins)
@@ -152,50 +233,21 @@ def judge_command(
                 lambda recorded, twin: judge(recorded, twin, margins),
             )
     if html is not None:
-        html.write_text(page(judged), encoding="utf-8")
+        write_text(html, page(judged))
     if json:
         print_json(judged.as_dict())
     else:
-        _print_judgement(judged)
+        print_judgement(judged)
         if html is not None:
             say(f"wrote {html}")
     return 0 if judged.verdict == EQUIVALENT else 1
 
 
-def _print_fit(profile: dict[str, Any], out: Path) -> None:
-    say(f"{profile['name']}: fitted to {profile['provenance']['source']}")
-    for key, value in profile["error"].items():
-        if isinstance(value, dict) and value.get("median") is not None:
-            say(f"  {key:<48} median {value['median']:6.1%}   95th percentile {value['p95']:6.1%}")
-        elif key in ("kernels_only", "corrected"):
-            say(f"  {key.replace('_', ' '):<48} " + ", ".join(f"{name} {off:+.1%}" for name, off in value.items()))
-    for term, (low, high) in profile["intervals"].items():
-        say(f"  {term:<48} 95 % interval of the term as a whole [{low:+.1%}, {high:+.1%}]")
-    for text in profile["identifiability"]:
-        say(f"  note: {text}")
-    say(f"wrote {out}")
+def _fit_page(source: Path, profile: dict[str, Any]) -> str:
+    """Timed steps are still there to be looked at one by one; of tables the profile keeps the errors."""
+    from calibration.fit_page import fit_page
+    from calibration.step_log import is_step_run, read_run
 
+    from .fit_report import page
 
-def _print_judgement(judged: Judgement) -> None:
-    say(f"{judged.run.name} against {judged.twin.profile}: {judged.verdict}")
-    for metric in judged.metrics:
-        shown = [
-            f"{v * 1e3:+.1f} ms" if metric.absolute else f"{v:+.2%}" for v in (metric.error, metric.low, metric.high)
-        ]
-        say(
-            f"  {metric.name:<26} {metric.measured:10.4g} measured {metric.predicted:10.4g} predicted "
-            f"{shown[0]:>9}  [{shown[1]}, {shown[2]}]  {metric.verdict}{_predicted_interval(metric)}"
-        )
-    for path in judged.trajectories:
-        say(
-            f"  {path.name:<26} {path.measured_mean:10.4g} measured {path.predicted_mean:10.4g} predicted "
-            f"distance {path.distance:.1%}  {path.verdict}"
-        )
-    for warning in judged.twin.summary["warnings"]:
-        say(f"  note: {warning}")
-
-
-def _predicted_interval(metric: Metric) -> str:
-    if metric.predicted_low is None or metric.predicted_high is None:
-        return ""
-    return f"   prediction [{metric.predicted_low:.4g}, {metric.predicted_high:.4g}]"
+    return fit_page(read_run(source), profile) if is_step_run(source) else page(profile)

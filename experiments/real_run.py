@@ -39,11 +39,13 @@ class RealRun:
     """A reading a step, by executor; steps that were run and did not count are left out."""
     nvml: dict[str, Any] = field(default_factory=dict)
     """What NVML said before the run; why it says nothing, where it does not."""
+    wrap: Callable[[Any], Executor] = lambda executor: executor
+    """Gets an executor and returns what is used in its place."""
 
     def executor(self, core: EngineCore) -> Executor:
         """One that serves `core`. Raises ConfigError when its pool or its workspace does not fit the device."""
         with _fits(self.engine.device):
-            return self.engine.executor(core)
+            return self.wrap(self.engine.executor(core))
 
     def recorder(self, index: int) -> Callable[[StepReading], None]:
         """Keeps the readings of executor `index`."""
@@ -85,11 +87,14 @@ def run_scenario(
     decision_log: Callable[[dict[str, Any]], None] | None = None,
     peak_step: int | None = None,
     memory_snapshot: Path | None = None,
+    clock: str = "wall",
+    wrap: Callable[[Any], Executor] = lambda executor: executor,
 ) -> Result:
     """Run `scenario`, simulated or for real, as `[run] executor` says.
 
     `peak_step` follows one step operation by operation (its table is then in `summary["executors"][0]["peak_by_op"]`);
-    `memory_snapshot` is where PyTorch's memory snapshot goes. Both need executor torch.
+    `memory_snapshot` is where PyTorch's memory snapshot goes. Both need executor torch. `clock` times its steps (`gpu.timing`);
+    `wrap` gets the executor and returns what is used in its place, to record what it does or to plant a fault.
 
     Raises ScenarioError where the software or the step is missing, ConfigError for a model or device that cannot be run, and
     what `sim.simulate` raises.
@@ -111,7 +116,7 @@ def run_scenario(
     made: list[RealRun] = []
 
     def real(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealRun:
-        made.append(_real_run(resolved, requests, others_bytes=others, peak_step=peak_step))
+        made.append(_real_run(resolved, requests, wrap, others_bytes=others, peak_step=peak_step, clock=clock))
         return made[0]
 
     with memory_history(memory_snapshot, device) if memory_snapshot is not None else nullcontext():
@@ -137,22 +142,26 @@ def on_this_machine(scenario: Scenario) -> Scenario:
 
 def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:
     """What runs a resolved scenario for real, unrecorded. Raises ConfigError for a model that cannot be run or does not fit."""
-    from gpu.real_engine import RealEngine, settings_of
+    from gpu.real_engine import RealEngine
+    from gpu.real_settings import settings_of
 
     wanted = settings_of(resolved.tables, resolved.model)
     with _fits(wanted.device):
         return RealEngine(wanted, requests)
 
 
-def _real_run(resolved: Resolved, requests: Sequence[RequestSpec], **settings: Any) -> RealRun:
+def _real_run(
+    resolved: Resolved, requests: Sequence[RequestSpec], wrap: Callable[[Any], Executor], **settings: Any
+) -> RealRun:
     from gpu.nvml import nvml_reading
-    from gpu.real_engine import RealEngine, settings_of
+    from gpu.real_engine import RealEngine
+    from gpu.real_settings import settings_of
 
     recorders: list[RealRun] = []
     wanted = replace(settings_of(resolved.tables, resolved.model), **settings)
     with _fits(wanted.device):
         engine = RealEngine(wanted, requests, recorder=lambda index: recorders[0].recorder(index))
-    recorders.append(RealRun(engine, nvml=nvml_reading(engine.device)))
+    recorders.append(RealRun(engine, nvml=nvml_reading(engine.device), wrap=wrap))
     return recorders[0]
 
 

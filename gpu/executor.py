@@ -34,10 +34,11 @@ class TorchExecutor:
         on_step: Callable[[StepReading], None] | None = None,
         memory: MemoryReader | None = None,
         timeline: OpTimeline | None = None,
+        clock: str = "wall",
     ) -> None:
         """`cpu` moves blocks to and from the CPU, where plans do. `is_cached` says whether the core's prefix cache may find a block;
         `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets a reading a step, with what
-        `memory` reads; `timeline` follows one step.
+        `memory` reads; `timeline` follows one step; `clock` is one of `gpu.timing.CLOCKS`.
         """
         self.forward = forward
         self.model, self.pool, self.workspace = forward.model, forward.pool, forward.workspace
@@ -46,7 +47,7 @@ class TorchExecutor:
         self._watch = nullcontext() if watch is None else watch
         self._on_step, self._memory = on_step, memory
         self.timeline = timeline
-        self._timer = step_timer(forward.pool.device)
+        self._timer = step_timer(forward.pool.device, clock)
         self._kv_tokens: dict[str, int] = {}
         self.steps = self.oom_events = self.computed_tokens = self.sampled_tokens = 0
         """Steps run, those of them that ran out of memory, and what the others computed."""
@@ -84,7 +85,12 @@ class TorchExecutor:
             report = self._step(plan, ahead, scheduled, durations, sampled)
             if report is not None:
                 break
-        return StepResult(durations=Durations.measured(durations), tokens=sampled, oom=report)
+        return StepResult(
+            durations=Durations.measured(durations),
+            tokens=sampled,
+            workspace_share=self.workspace.step_high_water_bytes / self.workspace.num_bytes,
+            oom=report,
+        )
 
     def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """The run is over: `releases` are those that no plan has told. Afterwards `leaked_blocks` is 0, or something leaked."""

@@ -1,11 +1,14 @@
-"""How long a step took: by events on CUDA, by the monotonic clock elsewhere."""
+"""How long a step took: by events on CUDA; elsewhere by the monotonic clock, or by the time that the thread had a processor."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+from sim.core.config import ConfigError
 
 FS_PER_NS = 10**6
 _FS_PER_MS = 10**12
@@ -23,19 +26,25 @@ class StepTimer(Protocol):
         ...
 
 
-class HostTimer:
-    """The monotonic clock, where work is done when the call returns."""
+CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "thread": time.thread_time_ns}
+"""Clocks of the host, in nanoseconds. `thread` stands still while other processes have the core: on a shared machine it says what a
+step takes on an idle one, as long as torch works in this thread alone."""
 
-    def __init__(self) -> None:
+
+class HostTimer:
+    """A clock of the host, where work is done when the call returns."""
+
+    def __init__(self, clock: str = "wall") -> None:
+        self._now_ns = CLOCKS[clock]
         self._started_ns = 0
 
     def start(self) -> None:
         """Now."""
-        self._started_ns = time.perf_counter_ns()
+        self._started_ns = self._now_ns()
 
     def stop_fs(self) -> int:
         """Time since `start`."""
-        return max(time.perf_counter_ns() - self._started_ns, 1) * FS_PER_NS
+        return max(self._now_ns() - self._started_ns, 1) * FS_PER_NS
 
 
 class CudaTimer:
@@ -57,8 +66,17 @@ class CudaTimer:
         return max(int(self._start.elapsed_time(self._stop) * _FS_PER_MS), 1)
 
 
-def step_timer(device: Any) -> StepTimer:
-    """The timer for a device."""
+def step_timer(device: Any, clock: str = "wall") -> StepTimer:
+    """The timer for a device.
+
+    Raises:
+        ConfigError: no such clock, or one that says nothing of this device.
+    """
     device = torch.device(device)
-    timer: StepTimer = CudaTimer(device) if device.type == "cuda" else HostTimer()
+    if clock not in CLOCKS:
+        raise ConfigError(f"clock is {clock!r}; it must be one of {', '.join(CLOCKS)}")
+    if clock == "thread" and (device.type == "cuda" or torch.get_num_threads() > 1):
+        what = "a GPU works" if device.type == "cuda" else f"torch's {torch.get_num_threads()} threads work"
+        raise ConfigError(f"clock 'thread' counts this thread's time only, while {what} besides it; use 'wall'")
+    timer: StepTimer = CudaTimer(device) if device.type == "cuda" else HostTimer(clock)
     return timer

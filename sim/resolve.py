@@ -153,29 +153,40 @@ def _draft(scenario: Scenario) -> _Draft:
 
 
 def _prepare_device(tables: dict[str, dict[str, Any]], warnings: list[str]) -> Gpu | None:
-    """What executor torch runs on: says cpu where nothing is said, and bounds the KV cache of a run on the CPU, which is not to
-    take the machine's whole memory. Returns the CPU as a device when no GPU is named.
+    """What executor torch runs on: cpu where nothing is said. Returns the CPU as a device when it is named, or no GPU is and the
+    run is on it.
     """
+    from sim.catalog.host import HOST
+
     run, engine, gpu = tables["run"], tables["engine"], tables["gpu"]
+    on_host = str(gpu["gpu"]).lower() == HOST.name
     if run["executor"] != "torch":
-        return None
+        if on_host:
+            gpu["gpu"] = HOST.name
+            _bound_cpu_cache(engine, warnings)
+        return HOST if on_host else None
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
         if engine[key] != 1:
             raise ScenarioError(f"{key} is {engine[key]}, but executor torch runs on one device; leave it at 1")
     run["device"] = run["device"] or "cpu"
     if run["device"] != "cpu":
         return None
-    from sim.catalog.host import CPU_KV_CACHE_BYTES, HOST
+    _bound_cpu_cache(engine, warnings)
+    if gpu["gpu"] is not None and not on_host:
+        return None
+    gpu["gpu"] = HOST.name
+    return HOST
+
+
+def _bound_cpu_cache(engine: dict[str, Any], warnings: list[str]) -> None:
+    """The KV cache of a run on the CPU is not to take the machine's whole memory."""
+    from sim.catalog.host import CPU_KV_CACHE_BYTES
 
     if engine["num_gpu_blocks_override"] is None and engine["kv_cache_memory_bytes"] is None:
         engine["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         warnings.append(
             f"the KV cache on the CPU has {CPU_KV_CACHE_BYTES >> 20} MiB; --num-gpu-blocks-override says otherwise"
         )
-    if gpu["gpu"] is not None:
-        return None
-    gpu["gpu"] = HOST.name
-    return HOST
 
 
 def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], list[str], set[str]]:

@@ -285,6 +285,7 @@ def cost_model(resolved: Resolved) -> CostModel:
 
     Raises ScenarioError for an unknown one, ConfigError for one that cannot price this scenario.
     """
+    from sim.catalog.host import HOST
     from sim.costs import Roofline
     from sim.costs.fitted import AUTO, fitted_cost, profile_names
     from sim.costs.overlap import overlapped
@@ -299,6 +300,11 @@ def cost_model(resolved: Resolved) -> CostModel:
         },
     }
     planned_ahead = overlapped if resolved["engine"]["async_scheduling"] else lambda cost: cost
+    if profile == ROOFLINE and resolved.gpu.name == HOST.name and resolved["run"]["executor"] == "model":
+        raise ScenarioError(
+            "[gpu] gpu is 'cpu', whose data sheet prices no step; give a profile that was measured (--profile auto, or one from "
+            "`kvtwin calibrate measure` and `fit`), or run it for real with --executor torch"
+        )
     if resolved.ledger.layout.is_hybrid:
         settings["block_bytes"] = resolved.ledger.block_bytes
     if profile == ROOFLINE:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from sim.catalog.gpus import GPUS, Gpu
 from sim.catalog.gpus import gpu as gpu_called
+from sim.catalog.host import HOST
 from sim.catalog.models import model_shape
 from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
@@ -125,6 +126,10 @@ def nearest_profile(model: ModelShape, device: Gpu, tp: int, quantized: str | No
             notes.append(f"profile auto: {profile.name}, fitted to this model on this GPU")
             return profile
     kernels = [profile for profile in profiles if profile.kind == "gpu"]
+    if device.name == HOST.name:
+        raise ConfigError(
+            f"no profile of the CPU is of {model.name}; measure it: kvtwin calibrate measure --device cpu --model {model.name}"
+        )
     if not kernels:
         raise ConfigError(f"no profiles are installed in {FOLDER}; use --profile roofline")
     best = min(kernels, key=lambda profile: (_distance(GPUS[profile.gpu], device), profile.name))
@@ -143,7 +148,7 @@ def _check_model_profile(
     if not _is(profile, model) or quantized is not None or here != (tp, kv_dtype):
         wanted = f"{model.name}, {tp} rank(s), {quantized or 'unquantised'} weights, {kv_dtype} KV"
         raise ConfigError(
-            f"profile {profile.name} was fitted to {profile.model} on {here[0]} rank(s) in bfloat16 and cannot price {wanted}; "
+            f"profile {profile.name} was fitted to {profile.model} on {here[0]} rank(s) with {here[1]} KV and cannot price {wanted}; "
             "use --profile auto or roofline"
         )
 
@@ -152,6 +157,13 @@ def _is(profile: ProfileFile, model: ModelShape) -> bool:
     """Whether a profile's tables are those of `model`: the same sizes, whatever the name."""
     if profile.model is None:
         return False
+    measured = profile.data.get("model_sizes")
+    if measured is not None:
+        attention = [asdict(kind) for kind in model.attention]
+        return model.moe is None and measured == {
+            **{key: getattr(model, key, None) for key in measured},
+            "attention": attention,
+        }
     fitted = model_shape(profile.model)
     sizes = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "attention", "moe")
     return all(getattr(fitted, size) == getattr(model, size) for size in sizes)
@@ -165,6 +177,8 @@ def _distance(a: Gpu, b: Gpu) -> float:
 
 
 def _how_far(name: str, device: Gpu) -> str:
+    if HOST.name in (name, device.name):
+        return "one is a GPU and the other is not, and prices are not scaled"
     other = GPUS[name]
     bandwidth = device.memory_bandwidth_bytes_per_s / other.memory_bandwidth_bytes_per_s
     rate = device.bf16_flops_per_s / other.bf16_flops_per_s

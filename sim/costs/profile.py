@@ -34,6 +34,7 @@ class FittedProfile:
         self._step_fs, self._seq_fs = to_fs(terms.step_s), to_fs(terms.seq_s)
         self._gap_fs = to_fs(terms.gap_s)
         self._copy_fs, self._swap_fs = to_fs(terms.copy_block_s), to_fs(terms.swap_block_s)
+        self._excess_fs = to_fs(terms.excess_token_s)
         self._launch_fs, self._tile_fs = to_fs(terms.chunk_launch_s), to_fs(terms.mixed_tile_s)
         self._seen = {"tokens": 0, "decodes": 0, "mean context tokens": 0}
 
@@ -100,7 +101,7 @@ class FittedProfile:
             line = IntegerLine([round(knot) * seqs for knot in grid.y], grid.row(seqs))
             rate = line.values[-1] / line.knots[-1]
             base = self._step_fs + self._seq_fs * seqs + self._gap_fs + self._tokens(seqs)
-            self._lines[seqs] = base, line, round(self.terms.decode_skew(seqs) * rate)
+            self._lines[seqs] = base, line, round(self.terms.decode_skew(seqs) * rate) + self._excess_fs
         return self._lines[seqs]
 
     def _attention(self, shape: BatchShape) -> int:
@@ -112,8 +113,9 @@ class FittedProfile:
         if not seqs:
             return self._launch_fs + work_fs
         terms, mean = self.terms, context / seqs
-        excess = _excess(seqs, context, shape.decode_max_context_tokens) / context
-        beside_fs = to_fs(terms.mixed(seqs, mean) * (1.0 + terms.mixed_skew(seqs) * excess))
+        excess = _excess(seqs, context, shape.decode_max_context_tokens)
+        beside_s = terms.mixed(seqs, mean) * (1.0 + terms.mixed_skew(seqs) * excess / context)
+        beside_fs = to_fs(beside_s) + self._excess_fs * excess
         q = max(1.0, terms.overlap(seqs + sum(-(-tokens // TILE) for tokens, _ in chunks)))
         longer, shorter = max(work_fs, beside_fs), min(work_fs, beside_fs)
         both_fs = longer + shorter if q == 1.0 else round(longer * (1.0 + (shorter / longer) ** q) ** (1.0 / q))

@@ -122,7 +122,7 @@ def read_profile(path: Path) -> ProfileFile:
 
 
 def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, swap_block_s: float) -> StepTerms:
-    """The terms of a `model` profile; the times are what no kernel table holds.
+    """The terms of a `model` profile; the times are for profiles that do not hold them, as those from kernel tables.
 
     Raises: ConfigError for a missing or malformed term.
     """
@@ -142,6 +142,7 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
             chunk_launch_s=float(terms["chunk_launch_us"]) * _US,
             decode_skew=line(terms["decode_skew"], "seqs", "share"),
             mixed_skew=line(terms["mixed_skew"], "seqs", "share"),
+            excess_token_s=_measured_s(terms, "excess_token_us", 0.0),
             gap_s=profile.gap_s(num_layers, profile.tensor_parallel_size),
             **profile.host_s(),
             samples=samples(profile),
@@ -149,11 +150,16 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
             max_tokens=int(limits["max_tokens"]),
             max_seqs=int(limits["max_seqs"]),
             max_context_tokens=int(limits["max_context_tokens"]),
-            copy_block_s=copy_block_s,
-            swap_block_s=swap_block_s,
+            copy_block_s=_measured_s(terms, "copy_block_us", copy_block_s),
+            swap_block_s=_measured_s(terms, "swap_block_us", swap_block_s),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{profile.where}: a term is missing or malformed: {type(error).__name__} {error}") from error
+
+
+def _measured_s(terms: Mapping[str, Any], name: str, otherwise_s: float) -> float:
+    """A time of the profile in seconds, where it was measured."""
+    return float(terms[name]) * _US if name in terms else otherwise_s
 
 
 def samples(profile: ProfileFile, gemm: str = "dense") -> dict[str, tuple[float, ...]]:

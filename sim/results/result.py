@@ -188,7 +188,8 @@ class Result:
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write summary.json, requests.csv, timeline.csv, marks.csv and report.html into `directory`, each atomically.
 
-        Where they are known, memory.csv and bill.csv too; and oom.log and oom_snapshot.pickle when a step ran out of memory.
+        Where they are known, memory.csv and bill.csv too; provenance.json for a run on a device; oom.log and oom_snapshot.pickle
+        when a step ran out of memory.
         The report comes last, so that a missing plotly costs only the report. Returns the folder.
         Raises ModuleNotFoundError when plotly is not installed, OSError when a file cannot be written.
         """
@@ -200,6 +201,8 @@ class Result:
         for name, columns in (("memory.csv", self.memory_columns), ("bill.csv", self.bill_columns)):
             if columns["replica" if name == "memory.csv" else "request_id"]:
                 write_csv(folder / name, columns)
+        if self.provenance.get("profile") == "measured":
+            write_json(folder / "provenance.json", self.provenance)
         if self.oom_log:
             write_text(folder / "oom.log", self.oom_log)
         if self.oom_snapshot is not None:

@@ -1,0 +1,192 @@
+"""A `model` profile from a run of timed steps: time and memory, errors on steps that were not used, what stayed unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.catalog.gpus import gpu as gpu_called
+from sim.core.plan import BatchShape
+
+from .document import document
+from .errors import CalibrationError
+from .fit_memory import fit_memory
+from .run_points import Points, points_of
+from .split import error_summary, held_out_mask, interval
+from .step_log import StepRun
+from .step_model import TERMS, TOLD_APART, StepModel, dense_knots, fit_model, told_apart, weight_samples
+from .step_tables import tables
+
+LICENCE = "Apache-2.0"
+"""Of what this project measures itself."""
+UNSURE = 0.5
+"""A weight whose interval is wider than this, relatively, is said to be uncertain."""
+
+
+def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = None) -> dict[str, Any]:
+    """The profile document. `gpu` names the device in the catalogue, where its product name does not.
+
+    Raises: CalibrationError when there are too few steps to identify a term; ConfigError for an unknown GPU.
+    """
+    points = points_of(run)
+    device = _device(run, gpu)
+    knots = dense_knots(max(shape.num_tokens for shape in points.shapes))
+    model = fit_model(points.shapes, points.time_us, knots)
+    draws = weight_samples(points.shapes, points.time_us, knots)
+    drawn = _term_samples(model, draws, run.document["limits"])
+    about, made = run.document["model"], run.document["settings"]
+    limits = run.document["limits"]
+    provenance = run.document["provenance"]
+    return document(
+        name=f"{device}.{about['name']}.tp1",
+        kind="model",
+        gpu=device,
+        model=about["name"],
+        model_sizes={
+            key: about[key] for key in ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "attention")
+        },
+        tensor_parallel_size=1,
+        dtype=made["dtype"],
+        kv_cache_dtype=made["kv_cache_dtype"],
+        terms=tables(model, limits["max_num_seqs"], limits["max_model_len"]),
+        host={
+            "step_us": 0.0,
+            "seq_us": 0.0,
+            "origin": "not fitted apart: host time and gaps between kernels are in the constant of a measured step, in the dense term",
+        },
+        padded_sizes=[],
+        range={
+            "max_tokens": max(shape.num_tokens for shape in points.shapes),
+            "max_seqs": max(shape.decode_seqs for shape in points.shapes),
+            "max_context_tokens": max(shape.decode_max_context_tokens for shape in points.shapes),
+        },
+        error={**_errors(points), "end_to_end": "not yet judged end to end"},
+        samples=drawn,
+        intervals={term: interval(np.asarray(factors)) for term, factors in drawn.items()},
+        weights={
+            name: {"us": round(value, 5), "interval": _interval(value, [one.values[name] for one in draws])}
+            for name, value in model.values.items()
+        },
+        memory=fit_memory(points.shapes, points.workspace_bytes, run.steps, run.document["memory"]),
+        quality=points.quality.as_dict(),
+        identifiability=_notes(points, model, draws),
+        provenance={
+            "source": f"measured by kvtwin's own executor, {len(run.steps)} steps in {run.spent_s:.0f} s",
+            "licence": LICENCE,
+            "engine": f"kvtwin executor {provenance['kvtwin_version']}, torch {provenance['torch']}, "
+            + (f"triton {provenance['triton']}" if provenance["device"] == "cuda" else "torch twins of its kernels"),
+            "measured_on": provenance["device_name"],
+            "measured_at": provenance["date"],
+            "measured_with": provenance["command"],
+            **{key: provenance.get(key) for key in ("driver", "cuda", "python", "threads")},
+            "clock": "CUDA events" if provenance["device"] == "cuda" else made["clock"],
+            "date": date,
+            "command": command,
+        },
+    )
+
+
+def _device(run: StepRun, gpu: str | None) -> str:
+    """The catalogue's name of what was measured."""
+    provenance = run.document["provenance"]
+    if gpu is not None:
+        return gpu_called(gpu).name
+    if not provenance.get("gpu"):
+        raise CalibrationError(
+            f"{run.name} was measured on {provenance['device_name']}, which is not in the catalogue; say which GPU it is like with --gpu"
+        )
+    return str(provenance["gpu"])
+
+
+def _errors(points: Points) -> dict[str, Any]:
+    """Errors on a fifth of the steps and on two axes, none of which the model that is judged has seen."""
+    held = held_out_mask(len(points.shapes))
+    predicted = _predicted(points, ~held, held)
+    measured = points.time_us[held]
+    found = {"held_out": error_summary(predicted, measured)}
+    for kind in ("decode", "prefill", "mixed"):
+        mine = points.kinds[held] == kind
+        if mine.any():
+            found[f"held_out_{kind}"] = error_summary(predicted[mine], measured[mine])
+    sizes = {
+        "decodes": np.asarray([shape.decode_seqs for shape in points.shapes]),
+        "tokens": np.asarray([shape.num_tokens for shape in points.shapes]),
+    }
+    for name, size in sizes.items():
+        half = int(size.max()) // 2
+        beyond = size > half
+        if 0 < beyond.sum() < len(points.shapes) // 2:
+            inner = _predicted(points, ~beyond, beyond)
+            found[f"held_out_axis: {name} > {half}"] = error_summary(inner, points.time_us[beyond])
+    return found
+
+
+def _predicted(points: Points, seen: npt.NDArray[np.bool_], asked: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    shapes = points.chosen(seen)
+    knots = dense_knots(max(shape.num_tokens for shape in shapes))
+    return fit_model(shapes, points.time_us[seen], knots).predict(points.chosen(asked))
+
+
+def _term_samples(model: StepModel, draws: list[StepModel], limits: Mapping[str, int]) -> dict[str, list[float]]:
+    """How far each table of the profile may be off at a middling step, as factors, one a draw. Draw k of one table and draw k of
+    another come from the same steps: where one is too high because another is too low, both say so.
+    """
+    n, length, chunk = (
+        max(2, limits[name] // 4) for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens")
+    )
+    decode = BatchShape(
+        decode_seqs=n, decode_context_tokens=n * length, decode_max_context_tokens=length, sampled_seqs=n
+    )
+    prefill = BatchShape(prefill=((chunk, length),), sampled_seqs=1)
+    tables = {
+        "dense": (prefill, ("step", "dense")),
+        "rows": (decode, ("sample_launch", "rows")),
+        "prefill": (prefill, tuple(name for name in TERMS if name.startswith("chunk"))),
+        "decode": (decode, tuple(name for name in TERMS if name.startswith("decode"))),
+    }
+
+    def of(one: StepModel, shape: BatchShape, parts: tuple[str, ...]) -> float:
+        found = one.parts([shape])
+        return float(sum(found[part][0] for part in parts))
+
+    found = {}
+    for name, (shape, parts) in tables.items():
+        here = of(model, shape, parts)
+        found[name] = [round(of(one, shape, parts) / here, 4) if here else 1.0 for one in draws]
+    return {**found, "mixed": found["decode"]}
+
+
+def _interval(value: float, drawn: list[float]) -> list[float]:
+    """The central 95 % of a weight's draws, relative to the weight; in microseconds around 0 for one that is 0."""
+    return interval(np.asarray(drawn) / value) if value > 0 else [0.0, round(float(np.quantile(drawn, 0.975)), 5)]
+
+
+def _notes(points: Points, model: StepModel, draws: list[StepModel]) -> list[str]:
+    """What the steps cannot tell, and what a reader must know."""
+    notes = list(points.quality.flags)
+    for name, (share, partner) in told_apart(points.shapes, points.time_us, model.knots).items():
+        spread = np.asarray([one.values[name] for one in draws])
+        low, high = (float(value) for value in np.quantile(spread, [0.025, 0.975]))
+        if share == 0.0 and not partner:
+            notes.append(f"{name}: not measured, no step has it; its weight is 0")
+        elif share < TOLD_APART:
+            notes.append(
+                f"{name}: not told apart from {partner} and others, which make up all but {share:.1%} of it; their sum is known, "
+                f"its share is not ({low:.3g} to {high:.3g} us)"
+            )
+        elif model.values[name] > 0 and high - low > UNSURE * model.values[name]:
+            notes.append(f"{name}: {model.values[name]:.3g} us, uncertain ({low:.3g} to {high:.3g} us)")
+    if (points.served_by == "eager").all():
+        notes.append("steps were run eagerly, one kernel after another: there is no CUDA graph in these terms")
+    else:
+        notes.append(
+            "decodes were served by captured graphs, steps with prompt chunks eagerly: the gap between the two is in chunk_launch; "
+            "padding to the sizes of graphs is not told apart from the work"
+        )
+    notes.append(
+        "decodes and prompt chunks of a step run one after the other in this executor: their attention is added"
+    )
+    return notes
