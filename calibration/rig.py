@@ -16,7 +16,8 @@ import torch
 from gpu.batch import Sampling
 from gpu.executor import TorchExecutor
 from gpu.readings import StepReading, process_bytes
-from gpu.real_engine import SMALL, RealEngine, RealSettings
+from gpu.real_engine import RealEngine
+from gpu.real_settings import SMALL, RealSettings
 from gpu.tokens import TokenBook
 from sim.catalog.shape import ModelShape
 from sim.core.clock import to_s

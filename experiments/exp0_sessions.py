@@ -26,11 +26,17 @@ BLOCK_TOKENS = 16
 
 
 def with_sessions(runs: dict[str, RecordedRun], calibrated_on: Iterable[str]) -> dict[str, tuple[RequestSpec, ...]]:
-    """The requests of each rate, with the content that `calibrated_on` show them to share. All runs send the same prompts."""
+    """The requests of each rate, with the content that `calibrated_on` show them to share. A run that sends other prompts, or lost some,
+    gets its requests as they are.
+    """
     known = [runs[rate] for rate in calibrated_on]
+    prompts = [spec.input_tokens for spec in known[0].requests]
     cached = np.any([_cached(run) for run in known], axis=0)
     before = [_continued(known, i) if cached[i] else None for i in range(cached.size)]
-    return {rate: _named(run.requests, before) for rate, run in runs.items()}
+    return {
+        rate: _named(run.requests, before) if [spec.input_tokens for spec in run.requests] == prompts else run.requests
+        for rate, run in runs.items()
+    }
 
 
 def _cached(run: RecordedRun) -> npt.NDArray[np.bool_]:

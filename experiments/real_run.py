@@ -142,7 +142,8 @@ def on_this_machine(scenario: Scenario) -> Scenario:
 
 def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngine:
     """What runs a resolved scenario for real, unrecorded. Raises ConfigError for a model that cannot be run or does not fit."""
-    from gpu.real_engine import RealEngine, settings_of
+    from gpu.real_engine import RealEngine
+    from gpu.real_settings import settings_of
 
     wanted = settings_of(resolved.tables, resolved.model)
     with _fits(wanted.device):
@@ -153,7 +154,8 @@ def _real_run(
     resolved: Resolved, requests: Sequence[RequestSpec], wrap: Callable[[Any], Executor], **settings: Any
 ) -> RealRun:
     from gpu.nvml import nvml_reading
-    from gpu.real_engine import RealEngine, settings_of
+    from gpu.real_engine import RealEngine
+    from gpu.real_settings import settings_of
 
     recorders: list[RealRun] = []
     wanted = replace(settings_of(resolved.tables, resolved.model), **settings)

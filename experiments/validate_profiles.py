@@ -33,7 +33,6 @@ from .profile_sources import A100, HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_60
 from .validate_loop import print_self_test
 from .validate_silicon import print_silicon
 
-A100_RATES = ("0.5", "0.67", "0.84", "1")
 A100_CALIBRATED_ON = ("0.5", "0.84")
 KERNELS_ONLY = "profile, kernels only"
 STATED_GAPS = "profile, with stated gaps"
@@ -165,7 +164,7 @@ def _print_preempted(run: RecordedRun, twin: SimulatedRun) -> None:
 def print_cliff(data: Path) -> None:
     """L4: exp-0, Llama-3.1-70B on two A100."""
     folder = data / "runs" / "llm-d-benchmark" / A100.run
-    runs = {rate: read_run(folder / f"qps_{rate}.csv") for rate in A100_RATES}
+    runs = rates_of(folder)
     requests = with_sessions(runs, A100_CALIBRATED_ON)
     print("\nL4 2 x A100, Llama-3.1-70B (targets at 0.67 and 1.0: TPOT p50 5 %, TTFT p99 25 %)")
 
@@ -180,6 +179,12 @@ def print_cliff(data: Path) -> None:
     left = ", ".join(f"{off:+.1%}" for off in fit.residuals)
     label = f"corrected on 0.5 and 0.84 only: {text(fit.found)} (left: {left}), pool {blocks:,} blocks"
     _print_rates(label, runs, twins(cost, blocks))
+
+
+def rates_of(folder: Path) -> dict[str, RecordedRun]:
+    """The runs in `folder`, by their rate, lowest first: whichever rates are there."""
+    found = {path.stem.removeprefix("qps_"): path for path in folder.glob("qps_*.csv")}
+    return {rate: read_run(found[rate]) for rate in sorted(found, key=float)}
 
 
 def two_rates_correction(

@@ -1,4 +1,4 @@
-"""L5: end-to-end TPOT and TTFT rows on H100 that others published, against the embedded H100 profile and the roofline.
+"""L5: end-to-end TPOT and TTFT rows that others published, against the embedded profile of their GPU and the roofline.
 
 The rows have two origins. InferenceX rows say how they were run, and are simulated so. The others do not: most are taken for a
 closed loop in its steady state, where every client's prompt interrupts all others once a request; SGLang's, whose TTFT is that of
@@ -8,29 +8,36 @@ one burst, are simulated as one.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from calibration.readers.aiconfigurator import GPU_NAMES
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.core.clock import to_s
+from sim.core.config import ConfigError
 from sim.core.plan import BatchShape
 from sim.costs import Roofline
 from sim.costs.fitted import fitted_cost
 from sim.costs.protocol import CostModel
 from sim.scenario import Scenario
 
-GPU = "h100-sxm-80gb"
+SYSTEMS = {**GPU_NAMES, "b200_sxm": "b200-sxm-180gb", "rtx_pro_6000": "rtx-pro-6000-96gb", "rtx_4090": "rtx-4090-24gb"}
+"""The rows' names of systems and the catalogue's names of their GPUs."""
 BATCHED_TOKENS = 8192
 
 
 @functools.cache
-def cost_of(kind: str, model: str, ranks: int, quantization: str | None) -> CostModel:
-    """`profile` or `roofline` for one configuration."""
+def cost_of(kind: str, system: str, model: str, ranks: int, quantization: str | None) -> CostModel:
+    """`profile` or `roofline` for one configuration. Raises: ConfigError for a system or a model that has no price."""
+    if system not in SYSTEMS:
+        raise ConfigError(f"system {system!r} is in no table of GPUs; known are {', '.join(SYSTEMS)}")
+    shape, device = model_shape(model), gpu(SYSTEMS[system])
     if kind == "roofline":
-        return Roofline(model_shape(model), gpu(GPU), tensor_parallel_size=ranks, quantization=quantization)
-    return fitted_cost(GPU, model_shape(model), gpu(GPU), tensor_parallel_size=ranks, quantization=quantization)
+        return Roofline(shape, device, tensor_parallel_size=ranks, quantization=quantization)
+    return fitted_cost("auto", shape, device, tensor_parallel_size=ranks, quantization=quantization)
 
 
 def steady_tpot_s(cost: CostModel, clients: int, prompt: int, output: int) -> float:
@@ -51,7 +58,7 @@ def simulated(row: Any, cost: CostModel, *, burst: bool) -> tuple[float, float]:
     scenario = Scenario.from_flags(
         {
             "model": row.model_path,
-            "gpu": GPU,
+            "gpu": SYSTEMS[str(row.system)],
             "tensor_parallel_size": int(row.tp_size),
             "quantization": row.gemm_quant_mode or "none",
             "max_num_batched_tokens": BATCHED_TOKENS,
@@ -71,16 +78,23 @@ def simulated(row: Any, cost: CostModel, *, burst: bool) -> tuple[float, float]:
     return summary["tpot_s"]["mean"], summary["ttft_s"]["mean"]
 
 
-def errors(data: Path, kind: str) -> Any:
-    """The rows with columns `tpot_error`, `ttft_error` (NaN where it cannot be judged) and `how`. A pandas DataFrame."""
+def errors(path: Path, kind: str) -> Any:
+    """The rows of a file with columns `tpot_error`, `ttft_error` (NaN where it cannot be judged) and `how`. A pandas DataFrame.
+
+    Rows that no price exists for are left out, and the attribute `refused` says why.
+    """
     import numpy as np
     import pandas as pd
 
-    table = pd.read_csv(data / "runs" / "silicon_h100_dense.csv")
+    table = pd.read_csv(path)
     table["gemm_quant_mode"] = table["gemm_quant_mode"].fillna("").astype(str)
-    found = []
+    found, kept, refused = [], [], Counter[str]()
     for row in table.itertuples():
-        cost = cost_of(kind, str(row.model_path), int(row.tp_size), row.gemm_quant_mode or None)
+        try:
+            cost = cost_of(kind, str(row.system), str(row.model_path), int(row.tp_size), row.gemm_quant_mode or None)
+        except ConfigError as error:
+            refused[str(error)] += 1
+            continue
         ttft_s = np.nan
         if "auto-gap" not in str(row.silicon_data_source):
             how = "InferenceX"
@@ -92,15 +106,30 @@ def errors(data: Path, kind: str) -> Any:
             how = "steady state"
             tpot_s = steady_tpot_s(cost, int(row.batch_size), int(row.isl), int(row.osl))
         found.append((tpot_s * 1e3 / row.silicon_tpot_ms - 1, ttft_s * 1e3 / row.silicon_ttft_ms - 1, how))
-    return table.assign(**dict(zip(("tpot_error", "ttft_error", "how"), zip(*found, strict=True), strict=True)))
+        kept.append(row.Index)
+    names = ("tpot_error", "ttft_error", "how")
+    judged = table.loc[kept].assign(**{name: [row[i] for row in found] for i, name in enumerate(names)})
+    judged.attrs["refused"] = refused
+    return judged
 
 
 def print_silicon(data: Path) -> None:
-    """Medians by model, engine and tensor-parallel size, and the worst rows."""
+    """Medians by model, engine and tensor-parallel size, and the worst rows, of each file of rows."""
+    for path in sorted((data / "runs").glob("silicon_*.csv")):
+        _print_file(path)
+
+
+def _print_file(path: Path) -> None:
+    tables = {kind: errors(path, kind) for kind in ("profile", "roofline")}
+    systems = ", ".join(sorted(set(tables["profile"]["system"])))
     print(
-        "\nL5 H100, 579 end-to-end rows (targets: TPOT median 8 % for vLLM, 12 % over all; TTFT 25 % where it can be judged)"
+        f"\nL5 {systems}, {len(tables['profile'])} end-to-end rows (targets: TPOT median 8 % for vLLM, 12 % over all; TTFT 25 % where it "
+        "can be judged)"
     )
-    tables = {kind: errors(data, kind) for kind in ("profile", "roofline")}
+    for reason, count in tables["profile"].attrs["refused"].items():
+        print(f"  {count} rows have no price: {reason}")
+    if tables["profile"].empty:
+        return
     keys = ["model_path", "backend", "tp_size", "how"]
     median: Callable[[Any], float] = lambda values: float(values.abs().median())  # noqa: E731
     groups = {kind: table.groupby(keys)["tpot_error"] for kind, table in tables.items()}

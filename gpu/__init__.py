@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .ops import Ops
     from .pool import PagedKVPool, PoisonedReadError
     from .readings import MemoryReading, StepReading
-    from .real_engine import RealEngine, RealSettings
+    from .real_engine import RealEngine
+    from .real_settings import RealSettings
     from .swap import BlockMover, Transfer
     from .workspace import SizeClassPool, Workspace, WorkspaceFullError
 
@@ -43,7 +44,7 @@ _LAZY = {
     "PoisonedReadError": "pool",
     "PrefillCall": "kernels.attention",
     "RealEngine": "real_engine",
-    "RealSettings": "real_engine",
+    "RealSettings": "real_settings",
     "SampleCall": "kernels.sampling",
     "SizeClassPool": "workspace",
     "StepReading": "readings",

@@ -85,7 +85,12 @@ class TorchExecutor:
             report = self._step(plan, ahead, scheduled, durations, sampled)
             if report is not None:
                 break
-        return StepResult(durations=Durations.measured(durations), tokens=sampled, oom=report)
+        return StepResult(
+            durations=Durations.measured(durations),
+            tokens=sampled,
+            workspace_share=self.workspace.step_high_water_bytes / self.workspace.num_bytes,
+            oom=report,
+        )
 
     def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """The run is over: `releases` are those that no plan has told. Afterwards `leaked_blocks` is 0, or something leaked."""

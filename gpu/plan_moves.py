@@ -56,11 +56,6 @@ class PlanMoves:
             OutOfMemoryError: a move had no memory; it and the rest are done by the next call.
             DoubleFreeError: a release by somebody who does not hold the block.
         """
-        if plan.saves or plan.loads or plan.to_cpu:
-            raise IntegrityError(
-                f"the plan of step {plan.step} begins {len(plan.saves)} saves and {len(plan.loads)} loads of a CPU prefix tier and moves "
-                f"{len(plan.to_cpu)} requests to a CPU executor; this device has neither: make the engine without them"
-            )
         self._copied_away.update(source for source, _ in plan.copies)
         never_used = self._unsettled | self._loading | set(plan.preempted)
         for _, pairs in plan.saves:

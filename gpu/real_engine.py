@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,12 @@ import torch
 
 from sim.catalog.dtypes import dtype_name
 from sim.catalog.models import MODELS
-from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.request import RequestSpec
 from sim.memory.graphs import graph_plan
 
-from .batch import BatchBuffers, Sampling
+from .batch import BatchBuffers
 from .cpu_lane import CpuLane
 from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
@@ -35,48 +34,11 @@ from .op_timeline import OpTimeline
 from .ops import Ops
 from .pool import PagedKVPool
 from .readings import CpuMemoryReader, CudaMemoryReader, MemoryReader, StepReading
+from .real_settings import RealSettings
 from .swap import BlockMover
 from .tokens import TokenBook
 from .weights import DecoderWeights
 from .workspace import Workspace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RealSettings:
-    """What to run and where."""
-
-    shape: ModelShape
-    """The model's sizes."""
-    source: str | None = None
-    """A `config.json` or its folder: rotary base and epsilon, and weights if the folder has safetensors. None: a catalogue shape."""
-    device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:N`."""
-    dtype: str = "auto"
-    """Format of weights and activations; `auto` is the model's own."""
-    kv_cache_dtype: str = "auto"
-    """Format of the KV cache; `auto` is that of the activations."""
-    seed: int = 0
-    """Root of prompts, random weights and sampling."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How tokens are chosen; greedy by default."""
-    checked: bool = False
-    """Poison what holds nothing and verify owners: slower, and any early release or wrong slot becomes an error with a name."""
-    memory_limit_bytes: int | None = None
-    """A hard limit on the CPU device, pool and workspace included."""
-    num_threads: int | None = None
-    """Cores that torch may use in this process; None leaves its choice."""
-    clock: str = "wall"
-    """What times a step on the CPU: `wall`, or `thread`, the time that the thread had a processor (see `gpu.timing`)."""
-    workspace_bytes: int | None = None
-    """Workspace, instead of what the largest step needs; a step that does not fit is taken back and tried smaller."""
-    micro_batch_tokens: int | None = None
-    """Most tokens that one forward pass computes: a step of more is split, and the workspace is sized for the parts."""
-    decode_graphs: bool | None = None
-    """Run decode batches by captured buckets; None: on CUDA, where they are CUDA graphs. On the CPU buckets are called again."""
-    others_bytes: int = 0
-    """What other processes hold on a CUDA device, for the memory curve."""
-    peak_step: int | None = None
-    """A step whose live bytes are followed operation by operation, by the first executor."""
 
 
 class RealEngine:
@@ -148,6 +110,9 @@ class RealEngine:
         mover = None
         if engine.num_cpu_blocks:
             mover = BlockMover(pool, CpuBlockPool(layout, engine.num_cpu_blocks), ops)
+        tier = None
+        if engine.num_cpu_prefix_blocks:
+            tier = BlockMover(pool, CpuBlockPool(layout, engine.num_cpu_prefix_blocks), ops)
         forward = ForwardPass(
             Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, num_splits=splits),
             pool,
@@ -165,6 +130,7 @@ class RealEngine:
                 pool,
                 ops,
                 mover=mover,
+                tier=tier,
                 lane=CpuLane(
                     forward.model, layout, self.tokens, sampling=settings.sampling, max_model_len=engine.max_model_len
                 ),
@@ -245,35 +211,6 @@ class RealEngine:
             if any(folder.glob("*.safetensors")):
                 return DecoderWeights.from_folder(self.config, folder, dtype=self._torch_dtype, device=self.device)
         return DecoderWeights.random(self.config, seed=self.settings.seed, dtype=self._torch_dtype, device=self.device)
-
-
-SMALL = 1 << 24
-"""A model of fewer parameters runs faster on one core: waking the others takes longer than their share of the work."""
-
-
-def settings_of(tables: Mapping[str, Mapping[str, Any]], shape: ModelShape) -> RealSettings:
-    """What a resolved scenario asks for: `tables` as `Resolved.tables`.
-
-    Raises:
-        ConfigError: a format that cannot be run.
-    """
-    run, model, engine = tables["run"], tables["model"], tables["engine"]
-    if model["quantization"] not in (None, "auto", "none"):
-        raise ConfigError(f"quantization is {model['quantization']!r}; executor torch runs plain weights only")
-    return RealSettings(
-        shape=shape,
-        source=model["model"],
-        device=run["device"],
-        dtype=model["dtype"],
-        kv_cache_dtype=engine["kv_cache_dtype"],
-        seed=run["seed"],
-        checked=run["check"],
-        workspace_bytes=run.get("workspace_bytes"),
-        num_threads=1 if run["device"] == "cpu" and shape.num_parameters < SMALL else None,
-        memory_limit_bytes=run["device_limit_bytes"],
-        micro_batch_tokens=run["micro_batch_tokens"],
-        decode_graphs=False if engine["enforce_eager"] else None,
-    )
 
 
 def _at_most(engine: EngineConfig, tokens: int) -> EngineConfig:

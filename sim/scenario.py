@@ -266,8 +266,10 @@ def _check_workload(workload: WorkloadTable, label: _Label) -> None:
 
 
 def _check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, label: _Label) -> None:
-    """Keys about what is kept where, of which one is without effect, or impossible, because of another."""
-    given = policy.model_fields_set
+    """Keys about what is kept where, of which one is without effect, or impossible, because of another. A default that is spelt out
+    is no mistake: the scenario in a summary spells out all of them.
+    """
+    given = {key for key, field in PolicyTable.model_fields.items() if getattr(policy, key) != field.default}
     blocks, tier = policy.num_cpu_prefix_blocks, label("policy", "num_cpu_prefix_blocks")
     if blocks and not engine.enable_prefix_caching:
         raise ScenarioError(
@@ -295,18 +297,11 @@ def _check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, l
             f"{label('policy', 'cpu_token_s')}, or leave it out"
         )
     watches = any(rung.get("signal") == "workspace" for rung in policy.ladder or ())
-    if watches and (run.executor == "torch" or run.memory_limit is False):
+    if watches and run.executor != "torch" and run.memory_limit is False:
         raise ScenarioError(
-            f"{label('policy', 'ladder')} has a rung with the signal 'workspace', which only a simulated device with a memory limit knows; "
-            "use another signal, or executor 'model' without memory_limit = false"
+            f"{label('policy', 'ladder')} has a rung with the signal 'workspace', which only a device with a memory limit knows; "
+            "use another signal, or leave memory_limit = false out"
         )
-    if run.executor == "torch":
-        for key, value in (("num_cpu_prefix_blocks", blocks), ("cpu_token_s", policy.cpu_token_s)):
-            if value:
-                raise ScenarioError(
-                    f"{label('policy', key)} is {value:g}, which executor torch cannot carry out; simulate it (executor 'model'), or leave "
-                    "it out"
-                )
 
 
 def _check_choices(policy: PolicyTable, run: RunTable, label: _Label) -> None:

@@ -14,6 +14,7 @@ from calibration.runs import read_run
 from calibration.trajectories import DIFFERENT, EQUIVALENT
 from calibration.twin import SimulatedRun, preempted, simulate_requests
 from experiments.cli import main
+from experiments.exp0_sessions import with_sessions
 from experiments.profile_sources import (
     A100,
     GPU_TABLES,
@@ -25,10 +26,9 @@ from experiments.profile_sources import (
     RUNS,
     Case,
 )
+from experiments.validate_profiles import A100_CALIBRATED_ON, rates_of, two_rates_correction
 from experiments.validate_silicon import errors
-from sim.catalog.gpus import gpu
-from sim.catalog.models import model_shape
-from sim.costs.fitted import FOLDER, fitted_cost, profile_names
+from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile_file import read_profile
 
 
@@ -54,9 +54,10 @@ def error_of(judgement: Judgement, name: str) -> float:
 # ── L1 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("name", profile_names())
 def test_l1_held_out_kernel_points(name: str) -> None:
-    """Median 5 % is the aim; the GEMMs of the A100 and the L40S jump between kernels and miss it by up to a point."""
+    """Median 5 %, 95th percentile 15 %, held-out axes 10 %; the RTX 4090's composed GEMMs are a tenth of a point over."""
     error = read_profile(FOLDER / f"{name}.json").data["error"]
-    assert error["held_out"]["median"] <= (0.06 if name in ("a100-sxm-80gb", "l40s-48gb") else 0.05)
+    assert error["held_out"]["median"] <= 0.05
+    assert error["held_out"]["p95"] <= (0.152 if name == "rtx-4090-24gb" else 0.15)
     for key, value in error.items():
         if "axis" in key:
             assert value["median"] <= 0.10, key
@@ -66,7 +67,7 @@ def test_l1_held_out_kernel_points(name: str) -> None:
 @pytest.mark.parametrize(
     ("metric", "bar"), [("tpot_mean_s", 0.02), ("e2el_mean_s", 0.03), ("makespan_s", 0.03), ("ttft_p90_s", 0.10)]
 )
-def test_l2_without_memory_pressure_kernels_only(unpressed: Judgement, metric: str, bar: float) -> None:
+def test_l2_without_memory_pressure_and_nothing_fitted(unpressed: Judgement, metric: str, bar: float) -> None:
     assert error_of(unpressed, metric) <= bar
 
 
@@ -78,10 +79,10 @@ def test_l2_without_memory_pressure_kernels_only(unpressed: Judgement, metric: s
         ("tpot_mean_s", 0.01),
         ("ttft_p90_s", 0.02),
         ("ttft_p99_s", 0.02),
-        ("makespan_s", 0.015),  # the aim is 1 %; kernels alone leave 1.4 %
+        ("makespan_s", 0.01),
     ],
 )
-def test_l3_under_kv_saturation_kernels_only(pressed: Judgement, metric: str, bar: float) -> None:
+def test_l3_under_kv_saturation_and_nothing_fitted(pressed: Judgement, metric: str, bar: float) -> None:
     assert error_of(pressed, metric) <= bar
 
 
@@ -105,16 +106,23 @@ def test_the_roofline_is_told_apart_from_the_run(data_dir: Path, pressed: Judgem
 
 
 # ── L4, L5 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_l4_tpot_of_two_a100_before_the_cliff(data_dir: Path) -> None:
-    cost = fitted_cost(A100.profile, model_shape("llama-3.1-70b"), gpu("a100"), tensor_parallel_size=2)
-    run = read_run(data_dir / "runs" / "llm-d-benchmark" / A100.run / "qps_0.67.csv")
-    twin = simulate_requests(A100.scenario(), run.requests, cost)
-    assert np.nanmedian(twin.tpot_s) == pytest.approx(np.nanmedian(run.tpot_s), rel=0.05)
+@pytest.mark.slow
+def test_l4_rates_that_were_not_fitted_to(data_dir: Path) -> None:
+    """Corrected on 0.5 and 0.84 a second; at 0.67 and 1.0 TPOT within 5 %, TTFT p99 within 25 %, and the cliff where it was."""
+    folder = data_dir / "runs" / "llm-d-benchmark" / A100.run
+    runs = rates_of(folder)
+    requests = with_sessions(runs, A100_CALIBRATED_ON)
+    _, cost = two_rates_correction(runs, requests)
+    scenario = A100.scenario(num_gpu_blocks_override=2300)  # what `validate_profiles L4` finds from 0.84 a second
+    for rate in ("0.67", "1"):
+        twin, run = simulate_requests(scenario, requests[rate], cost), runs[rate]
+        assert np.nanmedian(twin.tpot_s) == pytest.approx(np.nanmedian(run.tpot_s), rel=0.05)
+        assert np.percentile(twin.ttft_s, 99) == pytest.approx(np.percentile(run.ttft_s, 99), rel=0.25)
 
 
 @pytest.mark.slow
 def test_l5_tpot_of_h100_rows(data_dir: Path) -> None:
-    error = errors(data_dir, "profile")
+    error = errors(data_dir / "runs" / "silicon_h100_dense.csv", "profile")
     absolute = error["tpot_error"].abs()
     assert absolute[error["backend"] == "vllm"].median() <= 0.08
     assert absolute.median() <= 0.12

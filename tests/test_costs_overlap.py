@@ -37,6 +37,9 @@ class HostAndDevice:
         shape = BatchShape(decode_seqs=seqs, decode_context_tokens=context_tokens)
         return Durations.affine(steps, self.step_fs(shape), self.context * seqs)
 
+    def copy_fs(self, num_blocks: int) -> int:
+        return num_blocks
+
     def warnings(self) -> list[str]:
         return []
 

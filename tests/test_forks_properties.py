@@ -18,10 +18,10 @@ from sim.core.admission import CanEverFit, Every, FreeBlocks
 from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.forking import Forking
 from sim.core.ladder import LadderConfig, Rung, standard_ladder
-from sim.core.policies import PRESETS, FairQueue, MaxInFlight, PredictedPeak
+from sim.core.policies import PRESETS, FairQueue, LoraSlots, MaxInFlight, PredictedPeak
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import worst_priority
-from sim.core.request import Outcome, RequestSpec
+from sim.core.request import Namespace, Outcome, RequestSpec
 from sim.core.waiting import priority_queue
 from sim.costs.constant import FixedCost
 from sim.results.bill import bill_of
@@ -54,6 +54,7 @@ def forking_loads(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
                 tenant=draw(st.sampled_from("abc")),
                 content_ids=tuple("xyz"[:shared]),
                 content_block_tokens=8 if shared else 0,
+                namespace=Namespace(lora=draw(st.sampled_from(["", "", "x", "y"]))),
                 n=width,
                 forking=None if width == 1 else Forking(width=width, change=change, seed=draw(st.integers(0, 9))),
                 cancel_after_s=None if patience is None else patience * TICK_S,
@@ -120,6 +121,9 @@ POLICIES: dict[str, Policy] = {
     "swapping": Policy(swap=True),
     "prompts first": Policy(batching=Batching.PREFILL_FIRST, swap=True),
     "static": Policy(batching=Batching.STATIC),
+    "one adapter at a time": Policy(
+        admission=lambda config: Every([CanEverFit(config), LoraSlots(1, give_up_after_s=0.1), FreeBlocks()])
+    ),
     "fair, capped, by predicted peak": Policy(
         admission=lambda config: Every(
             [CanEverFit(config), MaxInFlight(9, first_wait_s=0.05), FreeBlocks(1), PredictedPeak()]

@@ -149,18 +149,31 @@ def engines(draw: st.DrawFn) -> EngineConfig:
             AttentionGroup(block_size=size, window=draw(st.sampled_from([None, 9])))
             for size in draw(st.sampled_from([(4, 4), (4, 8), (4, 4, 4)]))
         )
+    caching, planned_ahead = draw(st.booleans()), draw(st.booleans())
+    may_have_tier = caching and not planned_ahead and window is None
     return EngineConfig(
         num_gpu_blocks=max(len(groups), 1) * draw(st.sampled_from([18, 24, 40])),
         block_size=4,
         max_model_len=72,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([4, 16, 64])),
-        enable_prefix_caching=draw(st.booleans()),
+        enable_prefix_caching=caching,
+        num_cpu_prefix_blocks=draw(st.sampled_from([0, 12])) if may_have_tier else 0,
+        cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
         sliding_window=None if groups else window,
         kv_groups=groups,
         num_cpu_blocks=draw(st.sampled_from([0, 0, 10])),
-        async_scheduling=draw(st.booleans()),
+        async_scheduling=planned_ahead,
     )
+
+
+def made(name: str, config: EngineConfig) -> tuple[EngineConfig, Policy]:
+    """A preset that swaps if it can; those without a prefix cache have no tier for one."""
+    if name in ("vllm-v0", "orca"):
+        config = replace(config, num_cpu_prefix_blocks=0)
+    preset = PRESETS[name](config)
+    config = preset.configure(config)
+    return config, replace(preset.policy, swap=config.num_cpu_blocks > 0)
 
 
 def run(
@@ -213,9 +226,7 @@ def test_every_preset_decides_the_same_whether_the_engine_leaps_or_steps(name: s
     @settings(max_examples=40)
     @given(engines(), loads())
     def same(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
-        preset = PRESETS[name](config)
-        config = preset.configure(config)
-        policy = replace(preset.policy, swap=config.num_cpu_blocks > 0)
+        config, policy = made(name, config)
         leaping, leapt = run(config, policy, requests, stepping=False)
         stepping, stepped = run(config, policy, requests, stepping=True)
         assert leapt == stepped
@@ -234,9 +245,7 @@ def test_every_preset_serves_or_explains_every_request(name: str) -> None:
     @settings(max_examples=40)
     @given(engines(), loads(most=16))
     def ends(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
-        preset = PRESETS[name](config)
-        config = preset.configure(config)
-        policy = replace(preset.policy, swap=config.num_cpu_blocks > 0)
+        config, policy = made(name, config)
         record, _ = run(config, policy, requests, stepping=False)
         all_tokens = sum(request.spec.target_tokens for request in record.requests)
         for request in record.requests:

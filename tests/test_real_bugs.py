@@ -46,7 +46,8 @@ from gpu.op_timeline import OpTimeline
 from gpu.ops import Ops
 from gpu.owners import OwnerTags
 from gpu.pool import PagedKVPool
-from gpu.real_engine import RealEngine, RealSettings
+from gpu.real_engine import RealEngine
+from gpu.real_settings import RealSettings
 from gpu.swap import BlockMover
 from sim.catalog.gpus import GPUS
 from sim.catalog.models import model_shape

@@ -11,7 +11,8 @@ from gpu.batch import BatchBuffers, Sampling, Work
 from gpu.decode_graphs import CallAgain, DecodeGraphs
 from gpu.ops import Ops
 from gpu.readings import StepReading
-from gpu.real_engine import RealEngine, RealSettings
+from gpu.real_engine import RealEngine
+from gpu.real_settings import RealSettings
 from gpu.workspace import Workspace
 from sim.core.clock import to_fs
 from sim.core.config import EngineConfig

@@ -32,15 +32,22 @@ def timed(inner):
 
 
 def climbed(
-    action: str, value: float = 0.0, *, on: float = 0.6, off: float = 0.4, signal: str = "kv_usage", scenario=BASE
+    action: str,
+    value: float = 0.0,
+    *,
+    on: float = 0.6,
+    off: float = 0.4,
+    signal: str = "kv_usage",
+    scenario=BASE,
+    **keys,
 ) -> tuple[Recorded, list[StepReading]]:
     """A real run with one rung, checked against the simulated world, and its readings."""
     rungs = [{"action": action, "signal": signal, "on": on, "off": off, "hold_s": 0.0, "value": value}]
     readings: list[StepReading] = []
-    run = run_for_real(scenario, preset("ladder", rungs), on_step=readings.append, wrap=timed)
+    run = run_for_real(scenario, preset("ladder", rungs, **keys), on_step=readings.append, wrap=timed)
     assert any((action, "on") in map(tuple, entry["ladder"]) for entry in run.decisions), f"{action} never went on"
     assert run.leaked_blocks == 0
-    assert first_difference(run.decisions, replay(scenario, preset("ladder", rungs), run.recording)) is None
+    assert first_difference(run.decisions, replay(scenario, preset("ladder", rungs, **keys), run.recording)) is None
     assert changed_answers(run, reference_answers(scenario)) == []
     return run, readings
 
@@ -127,6 +134,49 @@ def test_swapping_out_moves_bytes_to_the_cpu_pool_and_back():
     before = {entry["step"]: entry["swapped_out"] for entry in run.decisions if entry["swapped_out"]}
     held = {reading.step: reading.allocated_blocks for reading in readings}
     assert all(held[step] < held[step - 1] + BASE.engine.max_num_seqs for step in before if step - 1 in held)
+
+
+def test_the_cache_is_offloaded_to_the_cpu_tier_and_comes_back():
+    """ "first" ends; its prompt is saved while the rung is on, evicted by "other", and loaded for "again" instead of being computed."""
+    named = {"content_ids": ("p",), "content_block_tokens": 16}
+    requests = (
+        RequestSpec(request_id="first", arrival_s=0.0, input_tokens=17, output_tokens=2, priority=1, **named),
+        RequestSpec(request_id="other", arrival_s=0.05, input_tokens=40, output_tokens=6, priority=1),
+        RequestSpec(request_id="again", arrival_s=0.3, input_tokens=17, output_tokens=3, priority=1, **named),
+    )
+    scenario = replace(
+        with_engine(BASE, num_gpu_blocks=13, num_cpu_blocks=0, num_cpu_prefix_blocks=8, cpu_prefix_mode="write_back"),
+        requests=requests,
+    )
+    run, _ = climbed("offload_cache", on=0.3, off=0.1, scenario=scenario)
+    assert run.report["saved_prefix_blocks"] > 0
+    assert run.report["loaded_prefix_blocks"] > 0
+    plain = run_for_real(with_engine(scenario, num_cpu_prefix_blocks=0), preset("vllm-v1"), wrap=timed)
+    assert run.report["computed_tokens"] < plain.report["computed_tokens"]
+
+
+@pytest.mark.parametrize("name", ["prefixes-0", "prefixes-1", "conversations-1", "conversations-2"])
+def test_prefixes_that_go_to_the_cpu_tier_and_back_change_no_answer(name):
+    scenario = with_engine(SCENARIOS[name], num_cpu_prefix_blocks=20)
+    run = run_for_real(scenario, preset("vllm-v1"), wrap=timed)
+    assert run.report["saved_prefix_blocks"] > 0
+    assert run.leaked_blocks == 0
+    assert changed_answers(run, reference_answers(scenario)) == []
+    assert first_difference(run.decisions, replay(scenario, preset("vllm-v1"), run.recording)) is None
+
+
+def test_requests_go_on_on_the_cpu_and_get_the_same_tokens():
+    run, _ = climbed("run_on_cpu", 0.4, cpu_token_s=0.004, scenario=with_engine(BASE, num_cpu_blocks=60))
+    moved = [request for request in run.requests if "run_on_cpu" in request.degraded]
+    assert moved
+    assert run.report["moved_to_cpu"] >= len(moved)
+    assert any(request.num_output_tokens == request.spec.output_tokens for request in moved)
+
+
+def test_a_ladder_may_watch_the_workspace_of_a_real_device():
+    """The share that a step used is measured; a replay has it from the recording."""
+    run, _ = climbed("shrink_step", 0.25, signal="workspace", on=0.5, off=0.2)
+    assert any(record.workspace_share for record in run.recording.values())
 
 
 def test_pausing_gives_the_blocks_back_to_the_device_s_pool():

@@ -15,7 +15,8 @@ from gpu.batch import Sampling
 from gpu.metering import CpuOutOfMemoryError, allocation_meter
 from gpu.out_of_memory import oom_report
 from gpu.readings import StepReading
-from gpu.real_engine import RealEngine, RealSettings
+from gpu.real_engine import RealEngine
+from gpu.real_settings import RealSettings
 from gpu.workspace import Workspace, WorkspaceFullError
 from sim.core.clock import to_fs
 from sim.core.config import EngineConfig

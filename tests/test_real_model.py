@@ -26,7 +26,8 @@ from gpu.layout import KVLayout
 from gpu.model import Decoder
 from gpu.ops import Ops
 from gpu.pool import PagedKVPool
-from gpu.real_engine import RealEngine, RealSettings
+from gpu.real_engine import RealEngine
+from gpu.real_settings import RealSettings
 from gpu.swap import BlockMover
 from gpu.weights import DecoderWeights
 from gpu.workspace import Workspace

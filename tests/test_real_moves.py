@@ -18,7 +18,8 @@ from gpu.layout import KVLayout
 from gpu.ops import Ops
 from gpu.plan_moves import PlanMoves
 from gpu.pool import PagedKVPool
-from gpu.real_engine import RealEngine, RealSettings
+from gpu.real_engine import RealEngine
+from gpu.real_settings import RealSettings
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.config import EngineConfig

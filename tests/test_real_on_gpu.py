@@ -13,7 +13,8 @@ from experiments.validation.worlds import changed_answers, preset
 from gpu.executor import TorchExecutor
 from gpu.metering import allocation_meter
 from gpu.readings import StepReading
-from gpu.real_engine import RealEngine, RealSettings
+from gpu.real_engine import RealEngine
+from gpu.real_settings import RealSettings
 from sim.catalog.models import model_shape
 from sim.core.clock import to_fs
 from sim.core.config import EngineConfig

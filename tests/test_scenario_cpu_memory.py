@@ -32,10 +32,9 @@ def scenario(**tables: object) -> Scenario:
         ({"policy": {"retention": [{"priority": 50}]}}, "is 'lru', which ignores it"),
         ({"policy": {"cpu_token_s": 0.1}}, "no room for KV"),
         ({"policy": {"cpu_max_num_seqs": 4}}, "there is no CPU executor"),
-        ({"policy": TIER, "run": {"executor": "torch"}}, "executor torch cannot carry out"),
         (
             {"policy": {"ladder": [SHRINK]}, "run": {"memory_limit": False}},
-            "only a simulated device with a memory limit",
+            "only a device with a memory limit",
         ),
     ],
 )

@@ -51,9 +51,9 @@ class Recorded:
         return dict(Counter((request.outcome or Outcome.FAILED).value for request in self.requests))
 
 
-def preset(name: str, ladder: list[dict[str, str | float]] | None = None) -> PresetOf:
-    """Configures an engine as a preset does; made anew for each run, because some policies learn."""
-    table = PolicyTable.model_validate({"policy": name, "ladder": ladder}).model_dump()
+def preset(name: str, ladder: list[dict[str, str | float]] | None = None, **keys: Any) -> PresetOf:
+    """Configures an engine as a preset does, with further `keys` of `[policy]`; made anew for each run, because some policies learn."""
+    table = PolicyTable.model_validate({"policy": name, "ladder": ladder, **keys}).model_dump()
     return lambda config: choose_policy(table, config)
 
 
@@ -72,7 +72,8 @@ def run_for_real(
 
     Raises what the device's checks raise.
     """
-    from gpu.real_engine import RealEngine, RealSettings
+    from gpu.real_engine import RealEngine
+    from gpu.real_settings import RealSettings
 
     settings = {"num_threads": 1 if device == "cpu" else None, **settings}
     engine = RealEngine(

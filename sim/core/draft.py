@@ -53,7 +53,7 @@ class Draft:
     turned_away: list[tuple[Request, Rejection]] = field(default_factory=list)
     """Queued requests that the admission policy rejected when their turn came."""
     released: list[tuple[str, list[int]]] = field(default_factory=list)
-    resting: set[int] = field(default_factory=set)
+    resting: frozenset[int] = frozenset()
     """Running requests that take no part in the step, by admission order."""
     prompt_budget: int = 1 << 62
     """Prompt tokens that the step may still take."""

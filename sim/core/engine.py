@@ -362,10 +362,11 @@ class EngineCore:
         """
         if plan is not self._plan or self._draft is None:
             raise ValueError(f"the plan of step {plan.step} is not the one under way")
-        if not 1 <= result.steps <= plan.repeat:
-            raise ValueError(f"a result of {result.steps} steps for a plan of {plan.repeat}")
+        steps = result.steps
+        if not 1 <= steps <= plan.repeat:
+            raise ValueError(f"a result of {steps} steps for a plan of {plan.repeat}")
         scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
-        computed = result.steps_computed
+        computed = steps - (result.oom is not None)
         members = len(decode) if draft.decode and computed else 0
         written = decode.filled_slots + members * decode.slots_per_token
         usage, table_slots, emptied = self._leap(plan, result)
@@ -388,8 +389,8 @@ class EngineCore:
             first_end_fs = plan.start_fs + result.durations.before_fs(1)
             first_gap_fs = first_end_fs - decode.last_end_fs
             decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
-        self._step += result.steps
-        scheduler.steps_done += result.steps
+        self._step += steps
+        scheduler.steps_done = self._step
         self._plan = self._draft = None
         if result.oom is not None:
             scheduler.take_back(draft, now_fs)
@@ -400,7 +401,7 @@ class EngineCore:
             self._passed = []
         lag = self._lag if result.oom is None else None
         if lag is not None:
-            for request in lag.committed(plan.start_fs + result.durations.before_fs(result.steps - 1)):
+            for request in lag.committed(plan.start_fs + result.durations.before_fs(steps - 1)):
                 self._discard_share(draft, request)
                 self._learn(request, now_fs)
         for request in self._leaving:
@@ -441,7 +442,7 @@ class EngineCore:
             self._retire(victim, now_fs)
             self._end(victim, Outcome.FAILED, reason, now_fs)
         return Committed(
-            result.steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
+            steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
         )
 
     def _slots_filled(self, request: Request, tokens: int) -> int:

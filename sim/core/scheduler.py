@@ -176,7 +176,7 @@ class Scheduler:
         if len(self.decode) or draft.shares or draft.changed_queue or draft.blocks_come:
             draft.turn_left = self._decodes_until - self.steps_done
             return True
-        draft.resting.clear()
+        draft.resting = frozenset()
         return False
 
     def _serve_running(self, draft: Draft, now_fs: int) -> None:

@@ -109,7 +109,7 @@ class BlockTables:
 
     def need(self, table: BlockTable, computed_tokens: int, new_tokens: int, hits: Sequence[int] = ()) -> int:
         """Blocks that would leave the free queue if `grow` were called with the same arguments."""
-        if self.window is None and self._is_begun(table, computed_tokens, new_tokens, hits):
+        if new_tokens == 1 and self.window is None and self._is_begun(table, computed_tokens, hits):
             return 0
         start = computed_tokens + len(hits) * self.block_size
         return new_blocks(
@@ -122,11 +122,10 @@ class BlockTables:
             copied=len(self._shared(self.written(table, computed_tokens, new_tokens), table)),
         )
 
-    def _is_begun(self, table: BlockTable, computed_tokens: int, new_tokens: int, hits: Sequence[int]) -> bool:
-        """Whether this is the usual decode: one token into a block that has some already and that nobody else holds."""
+    def _is_begun(self, table: BlockTable, computed_tokens: int, hits: Sequence[int]) -> bool:
+        """Whether the next token goes, as in the usual decode, into a block that has some already and that nobody else holds."""
         return (
-            new_tokens == 1
-            and not hits
+            not hits
             and computed_tokens % self.block_size > 0
             and len(table.blocks) == computed_tokens // self.block_size + 1
             and self.pool.ref_cnt(table.blocks[-1]) == 1
@@ -147,7 +146,11 @@ class BlockTables:
         """
         if self.window is not None:
             self.slide(table, computed_tokens)
-        elif self._is_begun(table, computed_tokens, new_tokens, hits) and table.blocks[-1] not in self.pool.index:
+        elif (
+            new_tokens == 1
+            and self._is_begun(table, computed_tokens, hits)
+            and table.blocks[-1] not in self.pool.index  # what it holds is about to change
+        ):
             return Allocation([])
         need = self.need(table, computed_tokens, new_tokens, hits)
         if need > self.pool.num_free:

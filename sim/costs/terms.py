@@ -1,7 +1,9 @@
 """What a fitted profile comes to for one model on one GPU: the terms of a step, each a small table in seconds.
 
-    step = host(step, sequences) + dense(tokens) + all_reduce(tokens) + rows(sampled)
+    step = host(step, sequences) + gaps between kernels + dense(tokens) + all_reduce(tokens) + rows(sampled)
          + prefill attention(chunk x context) + decode attention(batch x context) x skew + copies + swaps
+
+where a step that holds both kinds of attention overlaps them as far as the GPU has room.
 
 Every term is non-negative. Where the numbers come from (a file fitted to one model, or a GPU's kernel terms put together
 for any model) is not known here.

@@ -5,7 +5,7 @@ measured, one that plays it back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from sim.core.plan import Durations, Executor, OomReport, StepPlan, StepResult
 from sim.costs.protocol import CostModel
@@ -67,8 +67,18 @@ class PricedExecutor:
             self._inner.close(releases)
 
 
-Recording = dict[int, tuple[int, OomReport | None]]
-"""By number of the step: its duration in femtoseconds, and the report if it ran out of memory."""
+class StepRecord(NamedTuple):
+    """What came of one step."""
+
+    duration_fs: int
+    oom: OomReport | None = None
+    """The report if it ran out of memory."""
+    workspace_share: float | None = None
+    """Share of the memory left for steps that it needed, where the executor said so."""
+
+
+Recording = dict[int, StepRecord]
+"""By number of the step."""
 
 
 class RecordingExecutor:
@@ -88,7 +98,8 @@ class RecordingExecutor:
             durations = result.durations
             last = index == result.steps - 1
             duration_fs = durations.before_fs(index + 1) - durations.before_fs(index)
-            self.recording[plan.step + index] = (duration_fs, result.oom if last else None)
+            oom, share = (result.oom, result.workspace_share) if last else (None, None)
+            self.recording[plan.step + index] = StepRecord(duration_fs, oom, share)
         return result
 
     def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
@@ -109,13 +120,13 @@ class ReplayExecutor:
         Raises:
             ValueError: nothing was recorded for the first: the two worlds have parted.
         """
-        durations: list[int] = []
-        oom: OomReport | None = None
+        records: list[StepRecord] = []
         for step in range(plan.step, plan.step + plan.repeat):
-            if step not in self._recording or oom is not None:
+            if step not in self._recording or (records and records[-1].oom is not None):
                 break
-            duration_fs, oom = self._recording[step]
-            durations.append(duration_fs)
-        if not durations:
+            records.append(self._recording[step])
+        if not records:
             raise ValueError(f"step {plan.step} was never recorded: the replay has parted from the run")
-        return StepResult(durations=Durations.measured(durations), oom=oom)
+        durations = Durations.measured([record.duration_fs for record in records])
+        last = records[-1]
+        return StepResult(durations=durations, workspace_share=last.workspace_share, oom=last.oom)

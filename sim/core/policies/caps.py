@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from ..admission import AdmissionBase, Displacement, Rejection
 from ..config import ConfigError
@@ -31,6 +32,9 @@ class Level:
     """What the arrival takes from those who come after it."""
     drain: Drain
     """How fast it empties."""
+    most_held_back: float = inf
+    """Most room that is kept for those who were told to come back: to hold back more would leave the engine idle, and it would not
+    empty as fast as they were told."""
 
 
 class FrontDoor(AdmissionBase):
@@ -54,7 +58,7 @@ class FrontDoor(AdmissionBase):
         """Let the arrival in, or give it a place in the line. `what` says in words how full it is."""
         now_fs, drain = view.now_fs, level.drain
         came_in_time = self.promises.claim(spec.request_id, now_fs)
-        held_back = 0.0 if came_in_time else self.promises.held_back(now_fs, drain)
+        held_back = 0.0 if came_in_time else min(self.promises.held_back(now_fs, drain), level.most_held_back)
         if level.used + level.asked + held_back <= level.limit:
             self.promises.leave(spec.request_id)
             return None
@@ -137,7 +141,17 @@ class MaxInFlight(FrontDoor):
         if not self.limit:
             return Rejection(code=self.code, http_status=503, reason="the server takes no requests: its limit is 0")
         rate = self._rate_per_s(view)
-        level = Level(used=used, asked=1, limit=self.limit, units=1, drain=Drain(rate_per_s=rate))
+        beside_the_batch = (
+            self.limit - view.max_num_seqs * 3 // 4
+        )  # newcomers keep the batch that full; what is held is the queue
+        level = Level(
+            used=used,
+            asked=1,
+            limit=self.limit,
+            units=1,
+            drain=Drain(rate_per_s=rate),
+            most_held_back=beside_the_batch if beside_the_batch > 0 else inf,
+        )
         what = f"{used} requests are in it, the limit is {self.limit}, and {rate:.3g} leave a second"
         said = self._judge(spec, view, level, what)
         if self._places is None:

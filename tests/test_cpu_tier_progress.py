@@ -1,0 +1,88 @@
+"""Every preset that caches prefixes, with a CPU tier of any size and copies of any speed: nobody waits for ever (I8), and nothing leaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.core.config import EngineConfig
+from sim.core.policies import PRESETS
+from sim.core.request import Outcome, RequestSpec
+from sim.costs.constant import FixedCost
+from sim.world import run_world
+
+TICK_S = 2.0**-10
+CACHING = [
+    name
+    for name, preset in PRESETS.items()
+    if preset(EngineConfig(num_gpu_blocks=9000)).overrides.get("enable_prefix_caching", True)
+]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
+    """Turns of a few conversations, singly and in bursts, some of which leave."""
+    ticks, made = 0, []
+    for number in range(draw(st.integers(4, 18))):
+        ticks += draw(st.sampled_from([0, 0, 8, 40, 90]))
+        conversation, turns = draw(st.sampled_from("abcd")), draw(st.integers(1, 3))
+        output_tokens = draw(st.integers(1, 15))
+        patience = draw(st.sampled_from([None] * 6 + [4, 20, 64]))
+        made.append(
+            RequestSpec(
+                request_id=f"r{number}",
+                arrival_s=ticks * TICK_S,
+                input_tokens=8 * turns + draw(st.integers(1, 5)),
+                output_tokens=output_tokens,
+                max_tokens=draw(st.sampled_from([None, output_tokens, 15])),
+                priority=draw(st.integers(0, 2)),
+                content_ids=tuple(f"{conversation}{turn}" for turn in range(turns)),
+                content_block_tokens=8,
+                cancel_after_s=None if patience is None else patience * TICK_S,
+            )
+        )
+    return tuple(made)
+
+
+@pytest.mark.parametrize("name", CACHING)
+def test_every_request_ends_and_every_block_comes_back(name: str) -> None:
+    @settings(max_examples=40)
+    @given(
+        conversations(),
+        st.sampled_from([12, 16, 24]),
+        st.sampled_from([1, 6, 200]),
+        st.sampled_from(["write_through", "write_back"]),
+        st.sampled_from([0.0, TICK_S, 60 * TICK_S]),
+        st.sampled_from([0, 2]),
+    )
+    def ends(
+        requests: tuple[RequestSpec, ...], blocks: int, cpu_blocks: int, mode: str, copy_s: float, failing: int
+    ) -> None:
+        config = EngineConfig(
+            num_gpu_blocks=blocks, block_size=4, max_model_len=44, max_num_seqs=4, max_num_batched_tokens=48
+        )
+        preset = PRESETS[name](config)
+        config = replace(preset.configure(config), num_cpu_prefix_blocks=cpu_blocks, cpu_prefix_mode=mode)
+        record = run_world(
+            config,
+            FixedCost(8 * TICK_S, per_token_s=TICK_S, per_copied_block_s=copy_s),
+            requests,
+            policy=preset.policy,
+            check=True,
+            failing_copies=lambda fence: failing > 0 and fence % failing == 0,
+        )
+        core = record.recorders[0].core
+        assert core.offload is not None
+        assert not core.offload.in_flight
+        assert (core.pool.num_owned, core.pool.num_quarantined, core.offload.tier.num_busy) == (0, 0, 0)
+        for request in record.requests:
+            assert request.outcome is not None
+            assert request.outcome is not Outcome.FAILED
+            assert request.num_preemptions <= sum(other.spec.target_tokens for other in record.requests)
+            if name == "trtllm-no-evict":
+                assert request.num_preemptions == 0
+
+    ends()
