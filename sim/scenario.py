@@ -266,15 +266,17 @@ def _check_workload(workload: WorkloadTable, label: _Label) -> None:
 
 
 def _check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, label: _Label) -> None:
-    """Keys about what is kept where, of which one is without effect, or impossible, because of another."""
-    defaults = PolicyTable.model_fields
+    """Keys about what is kept where, of which one is without effect, or impossible, because of another. A default that is spelt out
+    is no mistake: the scenario in a summary spells out all of them.
+    """
+    given = {key for key, field in PolicyTable.model_fields.items() if getattr(policy, key) != field.default}
     blocks, tier = policy.num_cpu_prefix_blocks, label("policy", "num_cpu_prefix_blocks")
     if blocks and not engine.enable_prefix_caching:
         raise ScenarioError(
             f"{tier} is {blocks}, but prefix caching is off ({label('engine', 'enable_prefix_caching')}): nothing saved there would ever "
             "be looked for; enable it, or leave the CPU prefix tier out"
         )
-    if policy.cpu_prefix_mode != defaults["cpu_prefix_mode"].default and not blocks:
+    if "cpu_prefix_mode" in given and not blocks:
         raise ScenarioError(
             f"{label('policy', 'cpu_prefix_mode')} is {policy.cpu_prefix_mode!r}, but there is no CPU prefix tier; give {tier}, or leave "
             "the mode out"
@@ -289,7 +291,7 @@ def _check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, l
             f"{label('policy', 'cpu_token_s')} is {policy.cpu_token_s:g}, but the CPU executor has no room for KV; give "
             f"{label('policy', 'num_cpu_blocks')}, or leave the CPU executor out"
         )
-    if policy.cpu_max_num_seqs != defaults["cpu_max_num_seqs"].default and policy.cpu_token_s is None:
+    if "cpu_max_num_seqs" in given and policy.cpu_token_s is None:
         raise ScenarioError(
             f"{label('policy', 'cpu_max_num_seqs')} is given, but there is no CPU executor; give "
             f"{label('policy', 'cpu_token_s')}, or leave it out"

@@ -61,6 +61,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
         "test_golden_vllm_v1::test_t5_a_pool_below_the_cap_refuses_at_arrival",
         "test_golden_vllm_v1::test_t7_the_predictor_equals_the_allocator_while_the_window_slides",
         "test_kv_groups::test_t5_the_gate_of_two_groups",
+        "test_kv_groups::test_the_gate_counts_what_the_sizer_counted",
     ),
     "B03": ("test_cpu_tier::test_b03_a_load_is_not_begun_until_all_its_blocks_are_secured",),
     "B04": ("test_cpu_tier::test_b04_t10_the_block_after_the_prompt_is_counted_when_a_load_is_admitted",),

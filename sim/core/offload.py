@@ -22,6 +22,9 @@ from .tier import PrefixTier, TierBlock
 LOOK_AHEAD_BLOCKS = 256
 """How far beyond the blocks that write-back keeps saved it looks for one that is not, to know for how long nothing needs saving."""
 
+STEPS_AT_ONCE = 4
+"""For how many steps write-back saves when it saves: each save ends a stretch when it is done."""
+
 Save = tuple[int, tuple[tuple[int, int], ...]]
 """`(fence, (device block, CPU block) pairs)`."""
 Load = tuple[str, int, tuple[tuple[int, int], ...]]
@@ -212,7 +215,7 @@ class Offload:
             return room
         if pool.order_changes:
             return None
-        window = max(self._window - pool.num_set_aside, 0)
+        window = self._next_step
         ahead = pool.peek(min(window + LOOK_AHEAD_BLOCKS, pool.num_free))
         unsaved = next(
             (place for place, block_id in enumerate(ahead) if self._unsaved(block_id) is not None), len(ahead)
@@ -220,11 +223,21 @@ class Offload:
         return min(room, max(unsaved - window, 0))
 
     def _next_evicted(self) -> list[tuple[int, int]]:
-        """Blocks not saved yet among those that are to be reused next."""
+        """Blocks not saved yet among those that are to be reused next; several steps' worth at once, when one of the next step's is not."""
         pool = self._pool
-        window = pool.num_free if self.save_all else min(max(self._window - pool.num_set_aside, 0), pool.num_free)
-        unsaved = ((block_id, self._unsaved(block_id)) for block_id in pool.peek(window))
+        reach = pool.num_free
+        if not self.save_all:
+            next_step = pool.peek(min(self._next_step, reach))
+            if all(self._unsaved(block_id) is None for block_id in next_step):
+                return []
+            reach = min(STEPS_AT_ONCE * self._window, reach)
+        unsaved = ((block_id, self._unsaved(block_id)) for block_id in pool.peek(reach))
         return [(block_id, key) for block_id, key in unsaved if key is not None]
+
+    @property
+    def _next_step(self) -> int:
+        """Leading blocks in the order of eviction that write-back keeps saved, besides those that are being saved now."""
+        return max(self._window - self._pool.num_set_aside, 0)
 
     def _unsaved(self, block_id: int) -> int | None:
         """The content of a block, if it has some that was not saved since it was last used: a tier that is too small would otherwise
