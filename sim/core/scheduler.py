@@ -114,6 +114,12 @@ class Scheduler:
         return self.decode.version + self._running_changes
 
     @property
+    def num_waiting(self) -> int:
+        """Requests in the system that do not run: queued, swapped, loading their prefix, or to start as a copy of another one."""
+        loading = 0 if self.offload is None else len(self.offload.loading)
+        return len(self.waiting) + len(self.swapped) + self.families.num_held + self.num_unseen + loading
+
+    @property
     def num_slots_taken(self) -> int:
         """Sequence slots that nobody else can have now."""
         return len(self.running) + len(self.departing)
