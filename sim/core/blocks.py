@@ -47,6 +47,8 @@ class BlockPool:
         self._freed = EVICTIONS[eviction](
             self.index.__contains__
         )  # released blocks, in the order in which they are taken
+        self.ages = isinstance(self._freed, RetentionQueue)
+        """Whether the order in which blocks are taken depends on the time, so that `tick` matters."""
         self._fences: dict[
             int, list[tuple[list[int], float]]
         ] = {}  # fence -> blocks that become free when it has passed

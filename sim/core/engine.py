@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from .admission import Rejection
 from .audit import check_books
@@ -26,6 +27,8 @@ from .pressure import Pressure
 from .request import Outcome, Request, RequestSpec, State
 from .scheduler import Scheduler
 from .stretch import log_rows, scheduled_in, shape_of, steps_alike
+
+T = TypeVar("T")
 
 
 class ProgressError(RuntimeError):
@@ -282,9 +285,10 @@ class EngineCore:
         self.pool.tick(now_fs)
         self.wake(now_fs)
         completed = None if self._offload is None else self._offload.take_completed()
-        moved, relief = self._pressure.climb(now_fs)
-        self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
-        self._note(relief, now_fs)
+        if (climbed := self._pressure.climb(now_fs)) is not None:
+            moved, relief = climbed
+            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
+            self._note(relief, now_fs)
         while True:
             draft = scheduler.draft(now_fs)
             self._note(draft, now_fs)
@@ -315,13 +319,13 @@ class EngineCore:
             start_fs=now_fs,
             shape=replace(shape, after_pause=True) if after_pause else shape,
             copies=tuple(self._decisions.copied),
-            swap_outs=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_out),
-            swap_ins=tuple((request_id, tuple(pairs)) for request_id, pairs in self._decisions.swapped_in),
-            slid=tuple((request_id, tuple(blocks)) for request_id, blocks in self._slid),
+            swap_outs=_frozen(self._decisions.swapped_out),
+            swap_ins=_frozen(self._decisions.swapped_in),
+            slid=_frozen(self._slid),
             saves=self._copies[0] if self._copies else (),
             loads=self._copies[1] if self._copies else (),
             to_cpu=tuple(self._decisions.to_cpu),
-            releases=tuple((request_id, tuple(blocks)) for request_id, blocks in self._decisions.released),
+            releases=_frozen(self._decisions.released),
             forks=tuple(self._decisions.forked),
             admitted=tuple(self._decisions.admitted),
             preempted=tuple(self._decisions.preempted),
@@ -431,6 +435,11 @@ class EngineCore:
         else:
             self._offload.pass_fence(fence, now_fs, done=done)
 
+    @property
+    def may_wake(self) -> bool:
+        """Whether `next_wake_fs` can ever be anything but None."""
+        return self._scheduler.cpu_server is not None or self._scheduler.aside is not None
+
     def next_wake_fs(self, now_fs: int) -> int | None:
         """When `wake` is to be called: the next request on the CPU executor has all its tokens, or may go back to an idle device; or an
         idle engine has to plan again (`wake_fs`).
@@ -495,11 +504,12 @@ class EngineCore:
         decisions.released += draft.released
         decisions.admitted += [request.request_id for request in draft.admitted]
         decisions.copied += draft.copies
-        decisions.swapped_out += draft.swap_outs
-        decisions.swapped_in += draft.swap_ins
-        decisions.to_cpu += draft.to_cpu
-        self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
-        self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
+        if draft.swap_outs or draft.swap_ins:
+            decisions.swapped_out += draft.swap_outs
+            decisions.swapped_in += draft.swap_ins
+            decisions.to_cpu += draft.to_cpu
+            self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
+            self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
         for request, rejection in draft.turned_away:
             if request.ended_fs is None:
                 self._departures.reject(request, rejection, now_fs)
@@ -550,9 +560,9 @@ class EngineCore:
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
         """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
         assert self._draft is not None
-        scheduler, growth = self._scheduler, self._scheduler.growth
+        scheduler, growth, pool = self._scheduler, self._scheduler.growth, self.pool
         slots_per_block = scheduler.decode.slots_per_block
-        usage, emptied = [(0, self.pool.num_owned)], [0]
+        usage, emptied = [(0, pool.num_owned)], [0]
         table_slots = [scheduler.holdings.table_blocks * slots_per_block]
         before_fs = result.durations.before_fs
         changing = growth.changing_until(result.steps)
@@ -562,13 +572,15 @@ class EngineCore:
             took, at, slid = {}, ahead, []
             if self._sink is None or ahead in changing:
                 elapsed_fs = before_fs(ahead)
-                self.pool.tick(plan.start_fs + elapsed_fs)
-                slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
+                if pool.ages:
+                    pool.tick(plan.start_fs + elapsed_fs)
+                if growth.slides:
+                    slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
+                    self._slid += slid
                 took = growth.grow(ahead, plan.start_fs + elapsed_fs)
-                self._slid += slid
-                usage.append((ahead, self.pool.num_owned))
+                usage.append((ahead, pool.num_owned))
                 table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
-                emptied.append(emptied[-1] + sum(len(blocks) for _, blocks in slid) * slots_per_block)
+                emptied.append(emptied[-1] + sum([len(blocks) for _, blocks in slid]) * slots_per_block)
             if self._sink is not None:
                 self._log(plan.step + ahead, plan.start_fs + before_fs(ahead), took, Decisions(released=slid))
         if 0 < result.steps_computed < result.steps:  # the last step ran out of memory: what it took is taken back
@@ -612,3 +624,8 @@ class EngineCore:
         assert self._sink is not None
         assert self._draft is not None
         self._sink(decisions.entry(step, log_rows(self._draft, self._scheduler, grown)), start_fs)
+
+
+def _frozen(entries: list[tuple[str, list[T]]]) -> tuple[tuple[str, tuple[T, ...]], ...]:
+    """As a plan tells them."""
+    return tuple([(request_id, tuple(items)) for request_id, items in entries]) if entries else ()
