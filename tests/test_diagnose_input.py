@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import pickle
 
 import pytest
@@ -96,6 +97,12 @@ def test_an_unknown_model_costs_precision_and_is_said(tmp_path):
 def test_an_unknown_gpu_is_an_error():
     with pytest.raises(ConfigError, match="unknown GPU"):
         diagnose_text(MESSAGE, gpu="h1000")
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, -0.1, math.nan])
+def test_a_utilization_that_is_no_share_is_an_error(share):
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        diagnose_text(MESSAGE, gpu_memory_utilization=share)
 
 
 def test_a_gpu_of_the_text_that_has_another_size_is_not_believed():
