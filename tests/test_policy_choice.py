@@ -2,6 +2,7 @@
 
 import pytest
 
+import sim
 from sim.core import ConfigError, EngineConfig
 from sim.policy_choice import choose_policy
 from sim.scenario_errors import ScenarioError
@@ -92,3 +93,20 @@ def test_a_watermark_that_the_preset_would_drop_is_refused(preset):
 def test_presets_with_vllm_s_gate_take_a_watermark(preset):
     config, _ = choose(policy=preset, watermark=0.1)
     assert config.watermark_blocks == 20
+
+
+def warned(rungs):
+    load = {"workload": "uniform", "num_requests": 5, "input_tokens": 20, "output_tokens": 5}
+    engine = {"num_gpu_blocks_override": 100, "max_model_len": 512}
+    scenario = sim.Scenario(
+        model="llama-3.1-8b", gpu="h100-sxm-80gb", engine=engine, workload=load, policy={"ladder": rungs}
+    )
+    return [text for text in sim.simulate(scenario).summary["warnings"] if "can touch nobody" in text]
+
+
+def test_rungs_that_the_guard_makes_idle_are_named_and_those_that_touch_the_whole_engine_are_not():
+    passes = {"action": "micro_batch", "signal": "oom", "on": 1.0, "off": 1.0, "value": 2.0}
+    cap = {"action": "cap_new", "on": 0.9, "off": 0.5, "value": 4.0}
+    assert warned([passes]) == []
+    (text,) = warned([passes, cap])
+    assert text.startswith("the ladder's cap_new can touch nobody")

@@ -41,6 +41,9 @@ ACTIONS: dict[str, str] = {
 }
 """What a rung can do, by name, and what its users see."""
 
+WHOEVER_IT_IS = frozenset({"drop_cache", "offload_cache", "micro_batch"})
+"""Actions on the engine as a whole: the guard spares nobody from them, and they take nothing from anybody's answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
