@@ -131,7 +131,10 @@ def test_a_simulated_failure_is_diagnosed_right(
 
 ALONE = {
     # What one file says by itself. A log cannot tell memory in pieces from memory that waits for a stream, and says so.
-    "oom.log": {name for name in FAILURES if name not in ("KV capacity", "leak", "a leak from the start", "cached by the allocator", "pending frees")},
+    "oom.log": {
+        name for name in FAILURES
+        if name not in ("KV capacity", "leak", "a leak from the start", "cached by the allocator", "pending frees")
+    },
     "memory.csv": {name for name in FAILURES if name not in ("pool beyond the budget", "pending frees")},
 }  # fmt: skip
 
