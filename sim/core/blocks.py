@@ -47,6 +47,8 @@ class BlockPool:
         self._freed = EVICTIONS[eviction](
             self.index.__contains__
         )  # released blocks, in the order in which they are taken
+        self.ages = isinstance(self._freed, RetentionQueue)
+        """Whether the order in which blocks are taken depends on the time, so that `tick` matters."""
         self._fences: dict[
             int, list[tuple[list[int], float]]
         ] = {}  # fence -> blocks that become free when it has passed
@@ -103,9 +105,9 @@ class BlockPool:
                 ref_cnt[block_id] = 1
             taken += reused
         if self.num_cached:
-            for block_id in filter(registered.__contains__, taken):
-                index.drop(block_id)
-                self.num_cached -= 1
+            lost = list(filter(registered.__contains__, taken))
+            self.num_cached -= len(lost)
+            index.drop_all(lost)
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:

@@ -68,12 +68,13 @@ class Pressure:
             return self._scheduler.pool.num_free
         return self._ladder.blocks_until_change(self._scheduler.view)
 
-    def climb(self, now_fs: int) -> tuple[list[tuple[Rung, bool]], Draft]:
-        """Let the ladder react to the state before a step. Returns the rungs that moved, and what they took from running requests."""
-        relief = Draft(budget=0)
+    def climb(self, now_fs: int) -> tuple[list[tuple[Rung, bool]], Draft] | None:
+        """Let the ladder react to the state before a step. Returns the rungs that moved, and what they took from running requests; None
+        without a ladder.
+        """
         if self._ladder is None:
-            return [], relief
-        scheduler = self._scheduler
+            return None
+        scheduler, relief = self._scheduler, Draft(budget=0)
         changes = self._ladder.update(scheduler.view_at(now_fs))
         for rung, on in changes:
             if rung.action == "drop_cache" and on:

@@ -166,7 +166,8 @@ class Replica:
             self._on_end(request)
         if self._check:
             self.core.check()
-        self._set_alarm()
+        if self.core.may_wake:
+            self._set_alarm()
         if not nudge:
             return
         if self._idle is not None and not self._idle.triggered:
