@@ -46,8 +46,15 @@ def predicate(name: str) -> Callable[[RunRecord], bool]:
         module, _, attribute = name.partition(":")
         try:
             found: Callable[[RunRecord], bool] = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+        except (
+            ImportError,
+            AttributeError,
+            TypeError,
+            ValueError,
+        ) as error:  # the last two: a relative or an empty module
             raise ConfigError(f"--fails {name!r} cannot be loaded: {error}") from None
+        if not callable(found):
+            raise ConfigError(f"--fails {name!r} is no function, but a {type(found).__name__}")
         return found
     if name not in PREDICATES:
         raise ConfigError(

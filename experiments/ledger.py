@@ -11,6 +11,7 @@ from .ledger_text import as_text, fit_text, suggestion_lines
 from .terminal import print_json, say
 
 if TYPE_CHECKING:
+    from sim.catalog.shape import ModelShape
     from sim.memory import Ledger, Op
     from sim.memory.target import Suggestion, Target
     from sim.scenario import Scenario
@@ -37,7 +38,9 @@ def ledger(
     target = parse_target(fit) if fit is not None else None
     found: list[Suggestion] = []
     if target is not None:
-        found = suggestions(ledger_settings(scenario), target)[1]
+        settings = ledger_settings(scenario)
+        _check_length(settings["model"], target)
+        found = suggestions(settings, target)[1]
     try:
         resolved = resolve(scenario)
     except ConfigError as problem:
@@ -62,6 +65,18 @@ def ledger(
             if path is not None:
                 say(f"wrote {path}")
     return 0 if target is None or target.fits(account) else 1
+
+
+def _check_length(model: str | ModelShape, target: Target) -> None:
+    """Refuse a target that no memory would make possible. Raises ConfigError."""
+    from sim.catalog.models import model_shape
+    from sim.core.config import ConfigError
+
+    shape = model_shape(model) if isinstance(model, str) else model
+    if target.tokens > shape.max_position_embeddings:
+        raise ConfigError(
+            f"--fit '{target}': {shape.name} takes at most {shape.max_position_embeddings:,} tokens, prompt and output together"
+        )
 
 
 def as_document(account: Ledger, warnings: Sequence[str]) -> dict[str, Any]:

@@ -102,7 +102,10 @@ def _waterfall(account: Ledger, *, explain: bool) -> Iterator[str]:
 
 
 def _bar(line: LedgerLine, begin: int, total: int) -> str:
+    """From where the bar above ends; what is more than the whole GPU, in a what-if, is cut off with an arrow."""
     first, last = round(begin / total * _BAR), round((begin + max(0, line.bytes)) / total * _BAR)
+    if last > _BAR:
+        return " " * min(first, _BAR) + "█" * max(0, _BAR - first) + "→"
     return " " * first + "█" * (last - first) or " " * first + ("▏" if line.bytes else "")
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sim.core.admission import Admission, Every
+from sim.core.admission import Admission, Every, default_admission
 from sim.core.batching import Batching, BatchLimits, check_batching
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.cpu_server import CpuExecutor
 from sim.core.ladder import LadderConfig, Rung, check_ladder, standard_ladder
 from sim.core.policies import PRESETS, MaxInFlight, MaxQueuedTokens
+from sim.core.policies.presets import Preset
 from sim.core.policy import Policy
 from sim.core.retention import Retention
+from sim.core.waiting import priority_queue
 
 from .scenario_errors import ScenarioError
 
@@ -30,6 +34,7 @@ def choose_policy(
     Raises ScenarioError for a plug-in that cannot be loaded, ConfigError for a combination no engine could run with.
     """
     preset = PRESETS[table["policy"]](config)
+    _check_heard(preset, table)
     config, policy = preset.configure(config), preset.policy
     if table["eviction"] != "lru":
         ranges = tuple(_range(index, each) for index, each in enumerate(table["retention"] or ()))
@@ -59,6 +64,21 @@ def choose_policy(
     if table["admission"] is not None:
         policy = replace(policy, admission=_with_plug_in(policy.admission, table["admission"]))
     return config, policy
+
+
+def _check_heard(preset: Preset, table: Mapping[str, Any]) -> None:
+    """Refuse settings that the preset's own rules would silently replace. Raises ConfigError."""
+    policy = preset.policy
+    if table["scheduling_policy"] == "priority" and policy.queue is not priority_queue:
+        raise ConfigError(
+            f"scheduling_policy is 'priority', but the preset {policy.name} has an order of its own; use vllm-v1, predicted-peak or "
+            "ladder, or leave it out"
+        )
+    if table["watermark"] and (policy.admission is not default_admission or "watermark" in preset.overrides):
+        raise ConfigError(
+            f"watermark is {table['watermark']:g}, but the preset {policy.name} has a rule of its own for what admission leaves free; use "
+            "vllm-v1 or ladder, or leave it out"
+        )
 
 
 def _with_front_door(policy: Policy, table: Mapping[str, Any]) -> Policy:
@@ -101,6 +121,17 @@ def _rung(index: int, rung: Mapping[str, Any]) -> Rung:
     for key in ("action", "on", "off"):
         if key not in rung:
             raise ConfigError(f"rung {index} of the ladder has no {key!r}; it needs action, on and off")
+    for key, value in rung.items():
+        if key in ("action", "signal"):
+            if not isinstance(value, str):
+                raise ConfigError(f"rung {index} of the ladder: {key} is {value!r}; it must be text")
+        elif not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"rung {index} of the ladder: {key} is {value!r}; it must be a number")
+    signal = rung.get("signal", "kv_usage")
+    if signal in ("kv_usage", "shortage") and rung["on"] > 1:
+        raise ConfigError(
+            f"rung {index} of the ladder goes on at {rung['on']:g}, but {signal} is a share of the pool: it never would"
+        )
     return Rung(**rung)
 
 
@@ -112,8 +143,10 @@ def _range(index: int, given: Mapping[str, Any]) -> Retention:
     if "priority" not in given:
         raise ConfigError(f"range {index} of the retention has no 'priority'; it needs one from 0 to 100")
     for key in ("priority", "start", "end"):
-        if not isinstance(given.get(key, 0), int):
+        if type(given.get(key, 0)) is not int:
             raise ConfigError(f"range {index} of the retention: {key} is {given[key]!r}; it must be a whole number")
+    if type(given.get("output", False)) is not bool:
+        raise ConfigError(f"range {index} of the retention: output is {given['output']!r}; it must be true or false")
     return Retention(**given)
 
 
@@ -124,6 +157,25 @@ def _with_plug_in(admission: Callable[[EngineConfig], Admission], name: str) -> 
         raise ScenarioError(f"[policy] admission is {name!r}; write module:Class, for example my_policies:OnlyShort")
     try:
         plug_in = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: a relative or an empty module
         raise ScenarioError(f"[policy] admission {name!r} cannot be loaded: {error}") from None
+    if not callable(plug_in):
+        raise ScenarioError(
+            f"[policy] admission {name!r} is no class, but a {type(plug_in).__name__}; write module:Class"
+        )
+    try:
+        inspect.signature(plug_in).bind()
+    except (TypeError, ValueError) as error:
+        raise ScenarioError(f"[policy] admission {name!r} cannot be made without arguments: {error}") from None
+    made = plug_in()
+    lacking = [part for part in _PARTS_OF_ADMISSION if not hasattr(made, part)]
+    if lacking:
+        raise ScenarioError(
+            f"[policy] admission {name!r} makes a {type(made).__name__}, which has no {', '.join(lacking)}; derive it from "
+            "sim.core.admission.AdmissionBase"
+        )
     return lambda config: Every([admission(config), plug_in()])
+
+
+_PARTS_OF_ADMISSION = ("steady", "may_defer", "arrive", "may_start", "preempted", "withdraw", "diagnose")
+"""What the engine asks of an `Admission`."""

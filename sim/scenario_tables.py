@@ -60,7 +60,7 @@ class EngineTable(Table):
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer")
     pipeline_parallel_size: int = Field(1, ge=1, description="groups of GPUs that share the layers")
     kv_cache_dtype: str = Field("auto", min_length=1, description="type of the KV cache; auto is the model's own")
-    block_size: int = Field(16, ge=1, description="tokens a KV block")
+    block_size: int = Field(16, ge=1, le=65_536, description="tokens a KV block")
     num_gpu_blocks_override: int | None = Field(
         None, ge=1, description="KV blocks of the pool, instead of the ledger's number"
     )

@@ -320,12 +320,18 @@ def cost_model(resolved: Resolved) -> CostModel:
 
 
 def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
-    """A ladder that may touch nobody is probably not what was meant."""
+    """Rungs that may touch nobody are probably not what was meant."""
+    from sim.core.ladder import WHOEVER_IT_IS
+
     if policy.ladder is None or any(spec.priority > policy.ladder.guard_priority for spec in requests):
         return []
+    idle = [rung.action for rung in policy.ladder.rungs if rung.action not in WHOEVER_IT_IS]
+    if not idle:
+        return []
     return [
-        f"the ladder touches nobody: every request is at least as important as its guard (priority {policy.ladder.guard_priority}); "
-        "give less important requests a larger priority ([workload] priorities), or lower [policy] guard_priority"
+        f"the ladder's {', '.join(idle)} can touch nobody: every request is at least as important as its guard (priority "
+        f"{policy.ladder.guard_priority}); give less important requests a larger priority ([workload] priorities), or lower [policy] "
+        "guard_priority"
     ]
 
 

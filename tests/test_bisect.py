@@ -192,6 +192,8 @@ def test_a_scenario_made_for_another_load_lends_its_engine_only(
     [
         (("--fails", "omo"), "nearest is oom"),
         (("--fails", "nowhere:to_be_found"), "cannot be loaded"),
+        (("--fails", ".relative:to_nothing"), "cannot be loaded"),
+        (("--fails", "math:pi"), "is no function, but a float"),
         (("--state", "STATE"), "not a state file"),
     ],
 )

@@ -56,6 +56,23 @@ def test_explain_shows_each_formula_with_its_numbers(capsys):
         assert f"= {line['numbers']}" in explained
 
 
+def test_a_pool_larger_than_the_gpu_is_drawn_to_its_edge(capsys):
+    out = ledger(capsys, "--num-gpu-blocks-override", "99999999")
+    bars = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ") and line.strip()}
+    assert bars["kv_pool"].endswith("█→")
+    assert max(len(line) for line in out.split("KV pool")[0].splitlines()) <= 80
+
+
+def test_a_release_that_is_newer_than_what_is_known_is_said(capsys):
+    assert "9.9 is newer than 0.29" in ledger(capsys, "--engine-version", "9.9")
+    assert "newer than" not in ledger(capsys, "--engine-version", "0.29.1")
+
+
+def test_a_target_longer_than_the_model_s_context_is_refused(capsys):
+    assert main(["ledger", *NAMED, "--fit", "2 requests x 1000000 tokens"]) == 2
+    assert "llama-3.1-8b takes at most 131,072 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--max-num-seqs=64", "--max-num-batched-tokens=1024", "--max-model-len=2048"])
 def test_engine_settings_reach_the_account(capsys, flag):
     assert json.loads(ledger(capsys, "--json", flag)) != json.loads(ledger(capsys, "--json"))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import pickle
 
 import pytest
@@ -98,6 +99,12 @@ def test_an_unknown_gpu_is_an_error():
         diagnose_text(MESSAGE, gpu="h1000")
 
 
+@pytest.mark.parametrize("share", [0.0, 1.5, -0.1, math.nan])
+def test_a_utilization_that_is_no_share_is_an_error(share):
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        diagnose_text(MESSAGE, gpu_memory_utilization=share)
+
+
 def test_a_gpu_of_the_text_that_has_another_size_is_not_believed():
     # A laptop's 5090 has 24 GB; the desktop's, which the catalogue knows, 32.
     diagnosis = diagnose_text(f"RTX 5090 Laptop\n{MESSAGE}")
@@ -186,3 +193,29 @@ def test_a_message_can_be_piped_in(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("ValueError: No available memory for the cache blocks."))
     assert main(["diagnose", "-", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["category"] == "KV capacity"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [(b"", "found an empty file"), (b"a\0b" * 9, "found binary data"), (pickle.dumps([1]), "found a pickle")],
+)
+def test_what_is_piped_in_is_judged_like_a_file(raw, says, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw)))
+    assert main(["diagnose", "-"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_piped_message_may_hold_bytes_that_are_no_text(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\x80 noise\r" + MESSAGE.encode())))
+    assert main(["diagnose", "-", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["category"] != "cannot tell from this"
+
+
+def test_a_quotation_mark_that_is_never_closed_makes_no_table(tmp_path):
+    assert diagnose([put(tmp_path, 'time_s,allocated_bytes\n"' + "x" * 200_000)]).cause is Cause.UNKNOWN
+
+
+def test_memory_beyond_any_device_is_a_wrong_unit(tmp_path):
+    rows = "".join(f"{second},1e300\n" for second in range(9))
+    with pytest.raises(DiagnoseError, match="1e\\+300 bytes in line 2, more than any device has"):
+        diagnose([put(tmp_path, f"time_s,allocated_bytes\n{rows}")])

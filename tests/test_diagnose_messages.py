@@ -169,3 +169,16 @@ def test_advice_that_engines_print_is_no_evidence_of_another_process():
     advice = "Decrease GPU memory utilization or reduce GPU memory used by other processes."
     bare = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.99 GiB of which 0.50 GiB is free."
     assert diagnose_text(f"{bare}\n{advice}").cause is diagnose_text(bare).cause
+
+
+def test_five_times_the_weights_are_not_allocated_while_they_are_loaded():
+    """128256 x 4096 x 4 B is the embedding of Llama 3.1 8B, and 4,096 rows of its logits. Its weights are 15 GiB and 76 are allocated:
+    the KV pool is there, so nothing is being loaded."""
+    text = (
+        MODERN.replace("786.00 MiB", "1.96 GiB")
+        .replace("68.83 GiB", "76.42 GiB")
+        .replace("with 660.00 MiB allocated in private", "with 0 bytes in")
+    )
+    diagnosis = diagnose_text(text, model="llama-3.1-8b", gpu="h100-sxm-80gb")
+    assert diagnosis.cause is Cause.TRANSIENT_PEAK
+    assert diagnosis.detail.startswith("logits")

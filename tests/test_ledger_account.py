@@ -197,6 +197,7 @@ def test_an_override_beyond_the_budget_warns_and_beyond_the_device_is_called_a_w
         ({"speculative_model": "qwen3-0.6b", "num_speculative_tokens": 3}, "151936"),
         ({"speculative_model": "llama-3.2-1b", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2}, "is 2"),
         ({"other_processes_bytes": 20 << 30}, "use --gpu-memory-utilization 0.74 or less"),
+        ({"other_processes_bytes": 200 << 30}, "nothing is left for this engine"),
     ],
 )
 def test_bad_settings_are_one_message(settings: dict[str, object], words: str) -> None:

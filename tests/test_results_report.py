@@ -253,6 +253,14 @@ def test_the_limit_is_what_the_waiting_steps_had_used_up(changes, limit):
     assert "80.0 % of the busy time" in binding_limit(result)[1]
 
 
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_steps_that_ran_out_of_memory_are_a_limit_whoever_waits(waiting):
+    few = {"waiting": waiting, "running": 2, "used_blocks": 5, "used_blocks_end": 5, "free_blocks": 75}
+    found = answer(make([request(0)], [step(n, **few) for n in range(10)], oom_events=3))
+    assert found.limit_title == "Limited by step memory"
+    assert found.limit_detail.startswith("3 steps ran out of memory. Requests were left in the queue")
+
+
 def test_the_limit_weighs_time_and_not_rows():
     blocked = {
         "waiting": 1,

@@ -95,8 +95,8 @@ def test_rungs_that_never_move_leave_the_log_of_the_base_policy():
     """Byte for byte, with a CPU executor, a tier that is never asked for, and every rung out of reach."""
     base = ran(False, num_cpu_blocks=20_000)[1]
     never = [
-        {"action": "offload_cache", "on": 1.1, "off": 1.0},
-        {"action": "run_on_cpu", "on": 1.1, "off": 1.0, "value": 0.5},
+        {"action": "offload_cache", "signal": "queue_s", "on": 1e6, "off": 1.0},
+        {"action": "run_on_cpu", "signal": "queue_s", "on": 1e6, "off": 1.0, "value": 0.5},
         {"action": "shrink_step", "signal": "workspace", "on": 99.0, "off": 1.0, "value": 0.5},
     ]
     cpu = {"num_cpu_blocks": 20_000, "cpu_token_s": 0.1}

@@ -108,6 +108,7 @@ def test_a_scenario_can_be_sent_to_another_process():
         ('[run]\nout = "here"', ["[run] out", "command line: --out"]),
         ('[engine]\nblock_size = "16"', ["[engine] block_size", "'16' (text)", "whole number, at least 1"]),
         ("[engine]\nblock_size = 0", ["[engine] block_size is 0", "at least 1"]),
+        ("[engine]\nblock_size = 1000000000", ["block_size is 1000000000", "at most 65536"]),
         ("[engine]\nblock_size = 1.5", ["[engine] block_size is 1.5", "whole number"]),
         ("[engine]\nblock_size = true", ["[engine] block_size is true", "whole number"]),
         ("[engine]\nnum_gpu_blocks_override = 0", ["num_gpu_blocks_override is 0", "at least 1"]),

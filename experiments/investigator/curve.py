@@ -77,6 +77,10 @@ class Curve:
         return None if served is None else np.equal(served, 0)
 
 
+_MOST_BYTES = 2.0**50
+"""A pebibyte: no device has so much, so the unit is wrong."""
+
+
 def is_curve(table: Table) -> bool:
     """True for a table that has a time and an allocated column, with or without their units."""
     return any(name.startswith("time") for name in table.header) and any(
@@ -106,7 +110,7 @@ def read_curve(table: Table) -> Curve:
     """The curve in `table`, sorted by time; rows without a figure for allocated memory are left out.
 
     Raises:
-        DiagnoseError: a unit is missing, a cell is no number, memory is negative, or there are fewer than four rows.
+        DiagnoseError: a unit is missing, a cell is no number, memory is negative or beyond any device, or there are fewer than four rows.
     """
     time = table.quantity("time", TIME_UNITS)
     found = {stem: table.quantity(stem, {k: float(v) for k, v in BYTE_UNITS.items()}) for stem in _STEMS}
@@ -123,6 +127,11 @@ def read_curve(table: Table) -> Curve:
         )
     if (bytes_[keep] < 0).any():
         raise DiagnoseError(f"{table.name}: allocated memory is negative in line {int(np.argmax(bytes_ < 0)) + 2}")
+    if (bytes_[keep] > _MOST_BYTES).any():
+        line = int(np.argmax(np.where(keep, bytes_, 0.0) > _MOST_BYTES)) + 2
+        raise DiagnoseError(
+            f"{table.name}: allocated memory is {bytes_[line - 2]:g} bytes in line {line}, more than any device has"
+        )
     order = np.argsort(moments[keep], kind="stable")
 
     def column(values: Sequence[float] | None) -> Floats | None:

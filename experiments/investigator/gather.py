@@ -174,7 +174,8 @@ def _text(path: Path) -> str:
     """The file as text, `-` being what is piped in; bytes that are not UTF-8 are replaced: logs are cut off in the middle of characters."""
     expected = "expected a text file: a message, a log or a CSV"
     if str(path) == "-":
-        return sys.stdin.read()
+        piped = getattr(sys.stdin, "buffer", None)
+        return _decoded(path, sys.stdin.read().encode() if piped is None else piped.read(), expected)
     try:
         if path.is_dir():
             raise DiagnoseError(f"{path}: found a folder without {', '.join(RUN_FILES)}; {expected}")
@@ -191,6 +192,11 @@ def _text(path: Path) -> str:
         raise DiagnoseError(
             f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {expected}"
         ) from None
+    return _decoded(path, raw, expected)
+
+
+def _decoded(path: Path, raw: bytes, expected: str) -> str:
+    """The bytes as text. Raises DiagnoseError for an empty file, a pickle and binary data."""
     if not raw.strip(b"\xef\xbb\xbf \t\r\n\0"):
         raise DiagnoseError(f"{path}: found an empty file; {expected}")
     head = raw[:65536]

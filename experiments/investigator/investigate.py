@@ -74,9 +74,14 @@ def given_known(model: str | None, gpu: str | None, settings: dict[str, Any]) ->
     """What the user gave, and a note when the catalogue does not have the model.
 
     Raises:
-        ConfigError: an unknown GPU, or a configuration file that cannot be read.
+        ConfigError: an unknown GPU, a share that is none, or a configuration file that cannot be read.
         TypeError: a setting that does not exist.
     """
+    share = settings.get("gpu_memory_utilization")
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError(
+            f"gpu_memory_utilization is {share:g}; it is the share of the GPU's memory that the engine may use, above 0 and at most 1"
+        )
     known = Known(**{name: value for name, value in settings.items() if value is not None})
     notes: tuple[str, ...] = ()
     if gpu is not None:

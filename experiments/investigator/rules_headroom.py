@@ -52,6 +52,7 @@ def headroom(case: Case) -> Iterator[Verdict]:
         where = Phase.AFTER_RELEASE if cause is Cause.LEAK else phase
         yield Candidate(cause=cause, score=0.78, evidence=(missed, sentence), phase=where, effect_bytes=size)
         return
+    yield from _from_the_start(case, curve, missing, missed, phase)
     yield from _by_account(case, curve, at, missed, phase)
     yield Candidate(
         cause=Cause.TRANSIENT_PEAK,
@@ -64,7 +65,7 @@ def headroom(case: Case) -> Iterator[Verdict]:
 
 _WORDS = {
     Cause.OTHER_PROCESS: "other processes",
-    Cause.NON_TORCH: "this process beside PyTorch",
+    Cause.NON_TORCH: "things of this process beside PyTorch",
     Cause.CUDA_GRAPHS: "the memory of CUDA graphs",
     Cause.FRAGMENTATION: "what is reserved and in no tensor",
     Cause.LEAK: "tensors beside the KV cache",
@@ -90,6 +91,36 @@ def _grown(curve: Curve, at: int) -> list[tuple[Cause, float]]:
     if "kv_used" in lines:
         found.append((Cause.LEAK, rise(curve.allocated - lines["kv_used"]) - graphs))
     return found
+
+
+def _from_the_start(case: Case, curve: Curve, missing: float, missed: str, phase: Phase) -> Iterator[Verdict]:
+    """Memory that was there when the curve begins, that the account of this engine does not have, and without which the step had fitted."""
+    ledger = ledger_with(case)
+    if ledger is None:
+        return
+
+    def beyond(held: float, *lines: str) -> float:
+        return held - sum(line_bytes(ledger, line) or 0 for line in lines)
+
+    found = []
+    if (outside := curve.lines.get("non_torch")) is not None:
+        found.append((Cause.NON_TORCH, beyond(float(outside[0]), "context", "non_torch", "communication")))
+    if (used := curve.lines.get("kv_used")) is not None:
+        needed = 0.0 if curve.workspace is None else float(curve.workspace[0])
+        tensors = float(curve.allocated[0] - used[0]) - needed
+        found.append((Cause.LEAK, beyond(tensors, *_LASTING)))
+    for cause, size in found:
+        if size >= max(missing, _SURELY_BEYOND):
+            sentence = (
+                f"{_WORDS[cause]} have {show(size)} more than the account does, from the beginning of the curve on"
+            )
+            yield Candidate(cause=cause, score=0.72, evidence=(missed, sentence), phase=phase, effect_bytes=size)
+
+
+_LASTING = ("weights", "draft_weights", "lora", "cuda_graphs", "input_buffers", "fragmentation")
+"""Lines of the account that are tensors which stay, beside the KV pool."""
+_SURELY_BEYOND = 512 * MIB
+"""More than the account errs by, line by line."""
 
 
 def _by_account(case: Case, curve: Curve, at: int, missed: str, phase: Phase) -> Iterator[Verdict]:

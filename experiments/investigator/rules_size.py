@@ -136,6 +136,8 @@ def _verdict(case: Case, match: Match) -> Candidate:
         score = min(0.95, max(score, 0.72))
     if match.cause is Cause.WEIGHTS and case.phase is Phase.UNKNOWN and oom.private_pools is not None:
         score *= 0.3  # graphs exist: the weights were loaded
+    if match.cause is Cause.WEIGHTS and case.phase is Phase.UNKNOWN and _more_than_weights(case):
+        score *= 0.3  # so much is allocated only once the KV pool is there
     if match.cause is Cause.TRANSIENT_PEAK and _held_elsewhere(case, 20):
         score *= 0.7
     operation, sign = _operation(case)
@@ -151,6 +153,18 @@ def _verdict(case: Case, match: Match) -> Candidate:
     if operation == _PROMPT_LOGPROBS and detail.startswith("logits"):
         detail = f"{_PROMPT_LOGPROBS}: {detail}"
     return Candidate(cause=match.cause, score=score, detail=detail, evidence=tuple(evidence), phase=phase)
+
+
+def _more_than_weights(case: Case) -> bool:
+    """Whether more is allocated than loading ever holds: the weights twice, one copy in another format beside the other."""
+    oom, need = case.oom, case.known.weight_bytes
+    if oom is None or oom.allocated is None or need is None:
+        return False
+    return oom.allocated.bytes > _COPIES_WHILE_LOADING * need
+
+
+_COPIES_WHILE_LOADING = 3
+"""Weights of 16 bits and a copy in 32 are three times the weights."""
 
 
 def _operation(case: Case) -> tuple[str, str]:

@@ -74,7 +74,10 @@ def read_table(name: str, text: str) -> Table | None:
 
     Raises DiagnoseError for a table that is broken in the middle (a last row that was cut off is dropped).
     """
-    lines = list(csv.reader(io.StringIO(text)))
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error:  # a cell longer than any table's, behind a quotation mark that is never closed
+        return None
     lines = [line for line in lines if any(cell.strip() for cell in line)]
     if not lines:
         return None

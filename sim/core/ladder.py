@@ -41,6 +41,9 @@ ACTIONS: dict[str, str] = {
 }
 """What a rung can do, by name, and what its users see."""
 
+WHOEVER_IT_IS = frozenset({"drop_cache", "offload_cache", "micro_batch"})
+"""Actions on the engine as a whole: the guard spares nobody from them, and they take nothing from anybody's answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
@@ -69,11 +72,22 @@ class Rung:
             raise ConfigError(
                 f"rung {self.action} goes off below {self.off}, above where it goes on ({self.on}): it would flutter"
             )
+        if self.hold_s < 0:
+            raise ConfigError(f"rung {self.action} has hold_s {self.hold_s:g}; it must be at least 0")
+        self._check_value()
+
+    def _check_value(self) -> None:
         if self.action == "micro_batch" and (self.value < 2 or self.value != int(self.value)):
             raise ConfigError(f"rung micro_batch needs a whole number of passes, at least 2, not {self.value:g}")
         needs_value = {"shrink_step", "cap_new", "cap_running", "truncate", "swap_out", "pause", "run_on_cpu"}
         if self.action in needs_value and self.value <= 0:
             raise ConfigError(f"rung {self.action} needs a value above 0, has {self.value:g}")
+        if self.action == "shrink_step" and self.value > 1:
+            raise ConfigError(f"rung shrink_step needs a share of the token budget, at most 1, not {self.value:g}")
+        if self.action in ("swap_out", "pause", "run_on_cpu") and self.value > 1:
+            raise ConfigError(f"rung {self.action} needs a share of the pool to fall to, at most 1, not {self.value:g}")
+        if self.action in ("cap_new", "cap_running", "truncate") and self.value != int(self.value):
+            raise ConfigError(f"rung {self.action} needs a whole number of tokens, not {self.value:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

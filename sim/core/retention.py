@@ -40,8 +40,10 @@ class Retention:
             raise ConfigError(f"a retention priority is {self.priority}; it must be from 0 (given up first) to 100")
         if self.start < 0 or (self.end is not None and self.end <= self.start):
             raise ConfigError(f"a retention range is [{self.start}, {self.end}); it must have at least one token")
-        if self.duration_s is not None and self.duration_s <= 0:
-            raise ConfigError(f"a retention duration_s is {self.duration_s:g}; it must be above 0, or absent for ever")
+        if self.duration_s is not None and not 0 < self.duration_s < float("inf"):
+            raise ConfigError(
+                f"a retention duration_s is {self.duration_s:g}; it must be above 0 and finite, or absent for ever"
+            )
 
     def covers(self, token: int, input_tokens: int) -> bool:
         """Whether a token of a request is in the range."""

@@ -19,7 +19,7 @@ from .fit import Fit, poorest, stage_accounts
 from .ledger import Ledger, Stage
 from .lines import ledger_lines
 from .ops import total
-from .releases import DEFAULT_ENGINE_VERSION, engine_release
+from .releases import DEFAULT_ENGINE_VERSION, engine_release, newer_than_known
 from .settings import Settings
 
 
@@ -66,7 +66,7 @@ def build_ledger(
     device = gpu_named(gpu) if isinstance(gpu, str) else gpu
     draft = model_shape(speculative_model) if isinstance(speculative_model, str) else speculative_model
     release = engine_release(engine_version, device.compute_capability)
-    warnings = list(shape.notes)
+    warnings = [*shape.notes, *filter(None, [newer_than_known(engine_version)])]
     _check_shares(gpu_memory_utilization, watermark)
     _check_counts(
         1, block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,

@@ -71,10 +71,11 @@ class Fit:
         if not others or self.account.budget_bytes <= free or self.settings.release.engine != "vllm":
             return
         share = max(0, free) * 100 // self.gpu.total_bytes / 100
+        remedy = f"use --gpu-memory-utilization {share:g} or less" if share > 0 else "nothing is left for this engine"
         raise ConfigError(
             f"free memory on {self.gpu.name} at start ({max(0, free) / GIB:.2f}/{self.gpu.total_gib:.2f} GiB) is less than "
             f"gpu_memory_utilization {self.settings.gpu_memory_utilization:g} asks for ({self.account.budget_bytes / GIB:.2f} GiB): "
-            f"other processes hold {others / GIB:.2f} GiB; use --gpu-memory-utilization {share:g} or less"
+            f"other processes hold {others / GIB:.2f} GiB; {remedy}"
         )
 
     def blocks(self, override: int | None, length: int, warnings: list[str]) -> int:

@@ -100,7 +100,26 @@ _SGLANG = EngineRelease(
 _SGLANG_FORMULA = replace(_SGLANG, since=(0, 5, 0), share_by_formula=True)
 
 DEFAULT_ENGINE_VERSION = "0.29"
-"""The vLLM release whose behaviour is assumed unless another is named."""
+"""The vLLM release whose behaviour is assumed unless another is named; nothing is known of later ones."""
+_NEWEST_SGLANG = "0.5"
+_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?([.+a-z-].*)?")
+
+
+def _engine_and_number(version: str) -> tuple[str, str]:
+    text = version.strip().lower()
+    engine = "sglang" if text.startswith("sglang") else "vllm"
+    return engine, text.removeprefix("sglang").removeprefix("vllm").lstrip("-=@ ")
+
+
+def newer_than_known(version: str) -> str | None:
+    """A warning for a release later than the last one whose accounting is known; None for the others."""
+    engine, text = _engine_and_number(version)
+    newest = _NEWEST_SGLANG if engine == "sglang" else DEFAULT_ENGINE_VERSION
+    match = _VERSION.fullmatch(text)
+    major, minor = newest.split(".")
+    if match is None or (int(match[1]), int(match[2])) <= (int(major), int(minor)):
+        return None
+    return f"engine version {version} is newer than {newest}, the last release whose accounting kvtwin knows: that one is followed"
 
 
 def engine_release(version: str, compute_capability: tuple[int, int] = (9, 0)) -> EngineRelease:
@@ -111,12 +130,10 @@ def engine_release(version: str, compute_capability: tuple[int, int] = (9, 0)) -
     Raises:
         ConfigError: not a version, or older than the first one whose accounting is known.
     """
-    text = version.strip().lower()
-    engine = "sglang" if text.startswith("sglang") else "vllm"
-    text = text.removeprefix("sglang").removeprefix("vllm").lstrip("-=@ ")
+    engine, text = _engine_and_number(version)
     if engine == "sglang" and not text:
         return _SGLANG_FORMULA
-    match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?([.+a-z-].*)?", text)
+    match = _VERSION.fullmatch(text)
     if not match:
         raise ConfigError(
             f"engine version {version!r} is not a release: vLLM is written as 0.19 or {DEFAULT_ENGINE_VERSION} (its first engine as "

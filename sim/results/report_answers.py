@@ -35,7 +35,7 @@ class Answer:
     headline: str
     """The evidence, as sentences."""
     limit: str
-    """`KV blocks`, `sequences`, `token budget`, `admission` or `nothing`."""
+    """`KV blocks`, `sequences`, `token budget`, `admission`, `step memory` or `nothing`."""
     limit_detail: str
     """How that was seen, as a sentence."""
 
@@ -50,6 +50,8 @@ def answer(result: Result) -> Answer:
     summary = result.summary
     total, finished = _count(summary, "num_requests"), _count(summary, "finished")
     limit, detail = binding_limit(result)
+    if limit in ("nothing", "admission") and _count(summary, "oom_events"):
+        limit, detail = "step memory", f"{plural(_count(summary, 'oom_events'), 'step')} ran out of memory. {detail}"
     lost = {name: _count(summary, name) for name in ("rejected", "timed_out", "failed")}
     unsteady = any("steady state" in str(warning) for warning in summary.get("warnings") or ())
     preemptions = _count(summary, "num_preemptions")
