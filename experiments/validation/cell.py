@@ -54,8 +54,10 @@ def check_cell(
     reference: dict[str, list[int]] | None = None,
     wrap: Callable[[Any], Executor] | None = None,
 ) -> Cell:
-    """Run `scenario` under preset `name` in both worlds. `reference` saves computing the roomy run again; `wrap` is that of
-    `run_for_real`."""
+    """Run `scenario` under preset `name` in both worlds.
+
+    `reference` saves computing the roomy run again; `wrap` is that of `run_for_real`.
+    """
     where: dict[str, Any] = {"scenario": scenario.name, "preset": name, "device": device}
     try:
         if reference is None:
