@@ -13,6 +13,7 @@ from sim.scenario import Scenario
 
 from .calibrate_text import print_fit, print_judgement
 from .options import Json, takes_scenario
+from .outputs import make_room
 from .terminal import Progress, print_json, say
 
 calibrate_app = typer.Typer(
@@ -119,6 +120,7 @@ def fit_command(
     from calibration.runs import read_run
     from calibration.sources import fit_source, is_run
 
+    make_room(None, out, html)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     ranks, model, gpu = scenario.engine.tensor_parallel_size, scenario.model.model, scenario.gpu.gpu
     chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
@@ -216,6 +218,7 @@ def judge_command(
         raise CalibrationError("no recorded run is given; for example --run runs/rtx4090-llama-3.1-8b")
     if scenario.workload.trace is not None or scenario.workload.workload is not None:
         raise CalibrationError("the requests are the recorded run's: leave --trace and --workload out")
+    make_room(None, html)
     margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin)
     run = read_run(recorded, prefixes)
     if run.scenario is not None:  # it says itself what was run; flags change that

@@ -37,6 +37,7 @@ from sim.scenario import ScenarioError
 
 from .calibrate_measure import seconds
 from .loop_runs import held_out_scenario, judge_folder, replay, run_for_real
+from .outputs import make_room
 from .terminal import say
 from .validation.worlds import first_difference
 
@@ -192,11 +193,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"python -m experiments.calibration_loop --device {chosen.device} --budget {chosen.budget}"
     command += "" if chosen.clock == "wall" else f" --clock {chosen.clock}"
     try:
+        if chosen.rounds < 1:
+            raise CalibrationError(f"--rounds is {chosen.rounds}; at least one real run is needed")
+        if not 0 < chosen.bar < 1:
+            raise CalibrationError(f"--bar is {chosen.bar:g}; it is a share between 0 and 1, such as {BAR}")
+        make_room(chosen.out)
         result = run_loop(
             settings, seconds(chosen.budget), chosen.out, rounds=chosen.rounds, bar=chosen.bar, command=command
         )  # fmt: skip
     except (CalibrationError, ConfigError, ScenarioError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{parser.prog}: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         return 2
     _print(result, chosen.out)
     return 0 if result.ok else 1
