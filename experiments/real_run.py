@@ -215,3 +215,8 @@ def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> No
     document = peak_document(timeline, device(resolve(scenario)).steps)
     summary: Any = result.summary
     summary["executors"][0]["peak_by_op"] = document
+    summary["warnings"] = [
+        *summary["warnings"],
+        f"step {step} was followed operation by operation, which took longer than the step itself: latencies of the requests in it, and "
+        "of those that waited for it, are too long; leave --peak-step out to measure them",
+    ]

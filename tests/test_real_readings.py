@@ -238,6 +238,7 @@ def test_the_command_names_the_operation_and_writes_the_table(tmp_path, capsys):
     assert int(peak["live_bytes"]) == max(int(row["live_bytes"]) for row in rows)
     written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert written["executors"][0]["peak_by_op"]["step"] == 0
+    assert any("step 0 was followed operation by operation" in warning for warning in written["warnings"])
     assert int(peak["workspace_bytes"]) == max(int(row["workspace_bytes"]) for row in rows)
 
 
