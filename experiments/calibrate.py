@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -120,6 +120,8 @@ def fit_command(
     from calibration.runs import read_run
     from calibration.sources import fit_source, is_run
 
+    from .fit_report import page_of
+
     make_room(None, out, html)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     ranks, model, gpu = scenario.engine.tensor_parallel_size, scenario.model.model, scenario.gpu.gpu
@@ -135,7 +137,7 @@ def fit_command(
             profile = fit_source(source, tensor_parallel_size=ranks, date=today, command=command, model=model, gpu=gpu)
         write(profile, out)
     if html is not None:
-        write_text(html, _fit_page(source, profile))
+        write_text(html, page_of(source, profile))
     shown = {
         key: profile[key]
         for key in (
@@ -244,13 +246,3 @@ def judge_command(
         if html is not None:
             say(f"wrote {html}")
     return 0 if judged.verdict == EQUIVALENT else 1
-
-
-def _fit_page(source: Path, profile: dict[str, Any]) -> str:
-    """Timed steps are still there to be looked at one by one; of tables the profile keeps the errors."""
-    from calibration.fit_page import fit_page
-    from calibration.step_log import is_step_run, read_run
-
-    from .fit_report import page
-
-    return fit_page(read_run(source), profile) if is_step_run(source) else page(profile)
