@@ -32,14 +32,15 @@ def run(
 ) -> int:
     """Simulate or run for real, write the files, print. Returns the exit code.
 
-    Raises StartUpError, after its log was written to `out`, when the engine does not start.
+    Raises StartUpError, after its log was written to `out`, when the engine does not start; PeakStepError, after the results
+    were written, when the run had no such step.
     """
     from sim.memory.start_up import StartUpError
     from sim.results.console import print_summary
     from sim.results.files import write_text
 
     from .prediction_intervals import interval_lines, prediction_intervals
-    from .real_run import run_scenario
+    from .real_run import PeakStepError, run_scenario
 
     make_room(out, html, memory_snapshot)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
@@ -51,6 +52,9 @@ def run(
         except StartUpError as error:
             if out is not None:
                 write_text(out / "oom.log", error.log)
+            raise
+        except PeakStepError as error:
+            _write(error.result, out, html)  # what ran is not lost
             raise
         if profile_draws:
             progress.say(f"simulating {profile_draws} draws of the profile")

@@ -260,6 +260,14 @@ def test_the_report_shows_what_served_each_operation_and_what_fell_back(tmp_path
     assert executors_html({}) == ""
 
 
+def test_a_step_that_never_came_costs_no_results(tmp_path, capsys):
+    scenario, out = tmp_path / "real.toml", tmp_path / "out"
+    scenario.write_text(RUN.format(requests=2, rate=50.0), encoding="utf-8")
+    assert main(["run", str(scenario), "--peak-step", "99999", "--out", str(out)]) == 2
+    assert "--peak-step is 99999, but the run had" in capsys.readouterr().err
+    assert json.loads((out / "summary.json").read_text(encoding="utf-8"))["finished"] == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
