@@ -183,7 +183,7 @@ def test_a_real_run_and_its_replay_decide_alike_and_a_replay_of_other_durations_
     scenario = held_out_scenario(SETTINGS)
     real = run_for_real(scenario, "thread")
     assert first_difference(real.decisions, replay(scenario, real)) is None
-    recording = {step: took._replace(duration_fs=3 * took.duration_fs) for step, took in real.recording.items()}
+    recording = {step: done._replace(duration_fs=3 * done.duration_fs) for step, done in real.recording.items()}
     slower = dataclasses.replace(real, recording=recording)
     try:
         parted = first_difference(real.decisions, replay(scenario, slower)) is not None

@@ -103,9 +103,9 @@ class BlockPool:
                 ref_cnt[block_id] = 1
             taken += reused
         if self.num_cached:
-            for block_id in filter(registered.__contains__, taken):
-                index.drop(block_id)
-                self.num_cached -= 1
+            lost = list(filter(registered.__contains__, taken))
+            self.num_cached -= len(lost)
+            index.drop_all(lost)
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:

@@ -23,6 +23,13 @@ class Share:
         """Whether the request's last known token is computed."""
         return self.context_tokens + self.num_tokens == self.request.num_tokens
 
+    def count(self) -> None:
+        """Its tokens have been computed."""
+        request, end = self.request, self.context_tokens + self.num_tokens
+        request.recomputed_tokens += max(0, min(end, request.computed_high) - self.context_tokens)
+        request.computed_high = max(request.computed_high, end)
+        request.num_computed_tokens = end
+
 
 @dataclass(slots=True)
 class Draft:
@@ -78,3 +85,10 @@ class Draft:
     def changed_queue(self) -> bool:
         """Whether somebody left the running set or the queue, so that a second look may find something to do."""
         return bool(self.preempted or self.unservable or self.turned_away)
+
+    def count_share(self, request: Request) -> Share | None:
+        """A request that has left: its share, if it has one, was computed all the same, and is no longer part of the step."""
+        share = self.shares.pop(request.order, None)
+        if share is not None:
+            share.count()
+        return share

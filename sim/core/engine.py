@@ -13,9 +13,10 @@ from .admission import Rejection
 from .audit import check_books
 from .blocks import BlockPool
 from .config import EngineConfig
-from .draft import Draft, Share
+from .departures import Departures
+from .draft import Draft
 from .groups import tables_of
-from .lag import Lag, ends_by_length
+from .lag import Lag
 from .log import Decisions, DecisionSink
 from .offload import Load, Offload, Save
 from .plan import ScheduledRequest, StepPlan, StepResult
@@ -96,7 +97,7 @@ class EngineCore:
         self._plan: StepPlan | None = None
         self._draft: Draft | None = None
         self._leaving: list[Request] = []
-        self._ended: list[Request] = []
+        self._departures = Departures(self._scheduler, self._lag, self._decisions)
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         """Blocks copied to and from the CPU pool so far."""
@@ -111,10 +112,7 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests in the system that do not run: queued, swapped, loading their prefix, or to start as a copy of another one."""
-        scheduler = self._scheduler
-        loading = 0 if self._offload is None else len(self._offload.loading)
-        held = scheduler.families.num_held + scheduler.num_unseen + loading
-        return len(scheduler.waiting) + len(scheduler.swapped) + held
+        return self._scheduler.num_waiting
 
     @property
     def num_waiting_by_reason(self) -> dict[str, int]:
@@ -200,8 +198,7 @@ class EngineCore:
 
     def take_ended(self) -> list[Request]:
         """Requests that ended since the last call, in order."""
-        ended, self._ended = self._ended, []
-        return ended
+        return self._departures.take_ended()
 
     # -- arrivals and departures --------------------------------------------------------------------------------------
 
@@ -226,10 +223,10 @@ class EngineCore:
         self._next_seq += 1
         said = self._admission.arrive(spec, self._scheduler.view_at(now_fs))
         if isinstance(said, Rejection):
-            self._reject(request, said, now_fs)
+            self._departures.reject(request, said, now_fs)
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
         for victim_id, rejection in said.victims if said is not None else ():
-            self._displace(self._requests[victim_id], rejection, now_fs)
+            self._departures.displace(self._requests[victim_id], rejection, now_fs)
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
         if spec.forking is not None and self._scheduler.families.join(request):
@@ -257,30 +254,14 @@ class EngineCore:
         if request is None or request.abort_fs is not None:
             return False
         request.outcome, request.reason = outcome, reason
-        lag = self._lag if self._lag is not None and self._lag.busy else None
-        if lag is not None and (request.state is not State.RUNNING or self._plan is None):
-            self._tell(request, outcome, reason, now_fs)
-            lag.ended(request, foreseen=False)
-        elif request.state is State.WAITING:
-            if request.spec.forking is None or not self._scheduler.families.drop(request):
-                self._scheduler.waiting.discard(request)
-            self._end(request, outcome, reason, now_fs)
-        elif request.state is State.SWAPPED:
-            self._scheduler.drop_swapped(request)
-            self._end(request, outcome, reason, now_fs)
-        elif request.state is State.ON_CPU:
-            assert self._scheduler.cpu_server is not None
-            self._scheduler.cpu_server.leave(request, now_fs)
-            self._end(request, outcome, reason, now_fs)
-        elif self._plan is not None:
+        planned_ahead = self._lag is not None and self._lag.busy
+        if planned_ahead and (request.state is not State.RUNNING or self._plan is None):
+            self._departures.leave_unseen(request, now_fs)
+        elif self._plan is not None and request.state in (State.RUNNING, State.LOADING):
             request.abort_fs = now_fs
             self._leaving.append(request)
-        elif request.state is State.LOADING:
-            self._drop_loading(request, now_fs)
-            self._end(request, outcome, reason, now_fs)
         else:
-            self._retire(request, now_fs)
-            self._end(request, outcome, reason, now_fs)
+            self._departures.leave(request, now_fs)
         return True
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -312,7 +293,7 @@ class EngineCore:
             if not draft.changed_queue:
                 if lag is not None and lag.busy:
                     after_pause = True
-                    self._catch_up(lag, now_fs)
+                    self._departures.catch_up(now_fs)
                     continue
                 break
         if self._offload is not None and completed is not None:
@@ -349,10 +330,10 @@ class EngineCore:
         self._plan, self._draft, self._slid = plan, draft, []
         if self._sink is not None:
             self._log(self._step, now_fs, draft.decode_blocks, self._decisions)
-        self._decisions = Decisions()
+        self._decisions = self._departures.decisions = Decisions()
         self._copies = None
         for request in lag.planned(now_fs) if lag is not None else ():
-            self._learn(request, now_fs)
+            self._departures.learn(request, now_fs)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now_fs: int) -> Committed:
@@ -365,7 +346,7 @@ class EngineCore:
         steps = result.steps
         if not 1 <= steps <= plan.repeat:
             raise ValueError(f"a result of {steps} steps for a plan of {plan.repeat}")
-        scheduler, decode, draft = self._scheduler, self._scheduler.decode, self._draft
+        scheduler, decode, draft, departures = self._scheduler, self._scheduler.decode, self._draft, self._departures
         computed = steps - (result.oom is not None)
         members = len(decode) if draft.decode and computed else 0
         written = decode.filled_slots + members * decode.slots_per_token
@@ -402,21 +383,10 @@ class EngineCore:
         lag = self._lag if result.oom is None else None
         if lag is not None:
             for request in lag.committed(plan.start_fs + result.durations.before_fs(steps - 1)):
-                self._discard_share(draft, request)
-                self._learn(request, now_fs)
-        for request in self._leaving:
-            if request.state is State.LOADING:
-                self._drop_loading(request, now_fs)
-                self._end_left(request, now_fs)
-                continue
-            if lag is not None:
-                self._leave_late(draft, request, members > 0, now_fs)
-                continue
-            self._share_done(draft, request)
-            got_token = request.decoding and members > 0 and result.oom is None
-            self._retire(request, now_fs)
-            request.num_tokens -= got_token  # the token of the last step was never delivered
-            self._end_left(request, now_fs)
+                departures.discard_share(draft, request)
+                departures.learn(request, now_fs)
+        failed = result.oom is not None
+        departures.settle(self._leaving, draft, decoded=members > 0, failed=failed, now_fs=now_fs)
         self._leaving = []
         self._advance_shares(draft, now_fs)
         if scheduler.families:
@@ -432,15 +402,13 @@ class EngineCore:
                 raise ValueError(f"the result says that {request_id!r} stopped, but it got no token in this plan")
             finished[stopped.order] = stopped
         for order in sorted(finished):
-            self._finish(finished[order], finished[order].request_id in result.stopped, now_fs)
-        if self._lag is not None and result.oom is not None:
-            self._catch_up(self._lag, now_fs)  # what was planned ahead of a step that failed is void
+            departures.finish(finished[order], finished[order].request_id in result.stopped, now_fs)
+        if result.oom is not None:
+            departures.catch_up(now_fs)  # what was planned ahead of a step that failed is void
         if plan.shape.num_tokens:
             self._pressure.note_workspace(result.workspace_share)
         if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
-            victim, reason = hopeless
-            self._retire(victim, now_fs)
-            self._end(victim, Outcome.FAILED, reason, now_fs)
+            departures.fail(*hopeless, now_fs)
         return Committed(
             steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
         )
@@ -478,7 +446,7 @@ class EngineCore:
         server = self._scheduler.cpu_server
         for request in server.finished(now_fs) if server is not None and server.serving else ():
             assert request.last_token_fs is not None
-            self._finish(request, False, request.last_token_fs)
+            self._departures.finish(request, False, request.last_token_fs)
 
     @property
     def watches_workspace(self) -> bool:
@@ -508,7 +476,7 @@ class EngineCore:
         """The run is over: log what was decided after the last step."""
         if self._sink is not None and self._decisions.any:
             self._sink(self._decisions.entry(self._step, []), now_fs)
-        self._decisions = Decisions()
+        self._decisions = self._departures.decisions = Decisions()
 
     def check(self) -> None:
         """Verify the books. Raises IntegrityError naming the blocks or requests that are wrong."""
@@ -534,14 +502,14 @@ class EngineCore:
         self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
         for request, rejection in draft.turned_away:
             if request.ended_fs is None:
-                self._reject(request, rejection, now_fs)
+                self._departures.reject(request, rejection, now_fs)
             else:
-                self._learn(request, now_fs, holds=False)
+                self._departures.learn(request, now_fs, holds=False)
         for request, reason in draft.unservable:
             if request.ended_fs is None:
-                self._end(request, Outcome.FAILED, reason, now_fs)
+                self._departures.end(request, Outcome.FAILED, reason, now_fs)
             else:
-                self._learn(request, now_fs, holds=False)
+                self._departures.learn(request, now_fs, holds=False)
 
     def _begin_copies(self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft) -> None:
         """Settle what the plan saves and loads; nothing is saved while a running request waits for blocks that are being saved."""
@@ -552,15 +520,6 @@ class EngineCore:
         self._copies = (saves, loads) if saves or loads else None
         self._decisions.saved += [list(pairs) for _, pairs in saves]
         self._decisions.loaded += [(request_id, list(pairs)) for request_id, _, pairs in loads]
-
-    def _drop_loading(self, request: Request, now_fs: int) -> None:
-        assert self._offload is not None
-        self._offload.drop(request, request.outcome.value if request.outcome else "aborted", now_fs)
-
-    def _end_left(self, request: Request, now_fs: int) -> None:
-        """A client left while a step was out."""
-        ended_fs = now_fs if request.abort_fs is None else request.abort_fs
-        self._end(request, request.outcome or Outcome.ABORTED, request.reason, ended_fs)
 
     def _assert_progress(self) -> None:
         if self._offload is not None and self._offload.in_flight:
@@ -616,24 +575,12 @@ class EngineCore:
             self._draft.decode_blocks = took if at == result.steps_computed else {}
         return tuple(usage), tuple(table_slots), tuple(emptied)
 
-    def _share_done(self, draft: Draft, request: Request) -> None:
-        """The step of a request whose client left was computed all the same: its blocks hold what they were meant to."""
-        share = draft.shares.pop(request.order, None)
-        if share is not None:
-            self._count_computed(share)
-
-    def _count_computed(self, share: Share) -> None:
-        request, end = share.request, share.context_tokens + share.num_tokens
-        request.recomputed_tokens += max(0, min(end, request.computed_high) - share.context_tokens)
-        request.computed_high = max(request.computed_high, end)
-        request.num_computed_tokens = end
-
     def _advance_shares(self, draft: Draft, now_fs: int) -> None:
         """Count what was computed outside the decode set."""
         scheduler = self._scheduler
         for share in draft.shares.values():
             request, samples = share.request, share.samples
-            self._count_computed(share)
+            share.count()
             if not samples:
                 continue
             request.num_tokens += 1
@@ -660,118 +607,6 @@ class EngineCore:
             if fork.started:
                 decisions.admitted.append(child.request_id)
             decisions.forked.append((child.request_id, fork.source.request_id, fork.shared))
-
-    def _finish(self, request: Request, stopped: bool, now_fs: int) -> None:
-        lag = self._lag
-        if request.state is State.ON_CPU:
-            pass  # it holds nothing any more
-        elif lag is None:
-            self._retire(request, now_fs)
-        else:
-            lag.ended(request, foreseen=not stopped and ends_by_length(request, self.config.max_model_len))
-        spec = request.spec
-        self._scheduler.drain.ended(now_fs, spec, request.num_output_tokens, others_wait=self.num_waiting > 0)
-        capped = (
-            request.num_output_tokens >= (spec.max_tokens or spec.output_tokens + 1)
-            or request.num_tokens >= self.config.max_model_len
-        )
-        request.finish_reason = "length" if capped and not stopped else "stop"
-        request.last_token_fs = now_fs
-        (self._end if lag is None else self._tell)(
-            request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs
-        )
-
-    def _leave_late(self, draft: Draft, request: Request, decoded: bool, now_fs: int) -> None:
-        """A client left during the step, and the next is planned without knowing: the token of this one was in vain, and counts."""
-        assert self._lag is not None
-        share, in_vain = draft.shares.get(request.order), int(request.decoding and decoded)
-        self._share_done(draft, request)
-        if share is not None and share.samples:
-            request.num_tokens += 1
-            in_vain = 1
-        target = request.target_tokens
-        reached = self._scheduler.decode.known(request) >= target and ends_by_length(request, self.config.max_model_len)
-        self._lag.ended(request, foreseen=reached, in_vain=in_vain)
-        left_fs = now_fs if request.abort_fs is None else request.abort_fs
-        self._tell(request, request.outcome or Outcome.ABORTED, request.reason, left_fs)
-
-    def _discard_share(self, draft: Draft, request: Request) -> None:
-        """What the step computed for a request that had ended is dropped."""
-        assert self._lag is not None
-        share = draft.shares.pop(request.order, None)
-        if share is not None:
-            self._count_computed(share)
-            self._lag.discarded_tokens += share.num_tokens
-
-    def _learn(self, request: Request, now_fs: int, *, holds: bool = True) -> None:
-        """The scheduler hears of a request that has ended; what it `holds` comes back."""
-        assert self._lag is not None
-        scheduler = self._scheduler
-        if not holds:
-            pass
-        elif scheduler.departing.pop(request.order, None) is not None:
-            scheduler.departed()
-            self._give_back(request, now_fs)
-        elif request.state is State.WAITING:
-            scheduler.waiting.discard(request)
-        elif request.state is State.SWAPPED:
-            scheduler.drop_swapped(request)
-        else:
-            self._retire(request, now_fs)
-        request.num_tokens -= self._lag.late.pop(request)
-        self._forget(request)
-        scheduler.num_unseen = self._lag.num_unseen
-
-    def _catch_up(self, lag: Lag, now_fs: int) -> None:
-        """Nothing can be planned ahead: let the scheduler know all that has happened."""
-        for request in lag.catch_up():
-            self._learn(request, now_fs)
-
-    def _retire(self, request: Request, now_fs: int) -> None:
-        """Take a request out of the running set and give its blocks back."""
-        self._scheduler.retire(request)
-        self._give_back(request, now_fs)
-
-    def _give_back(self, request: Request, now_fs: int) -> None:
-        released = self._scheduler.holdings.release(
-            request, request.outcome.value if request.outcome else "finished", now_fs, reusable=False
-        )
-        self._decisions.released.append((request.request_id, released))
-
-    def _reject(self, request: Request, rejection: Rejection, now_fs: int) -> None:
-        request.finish_reason = rejection.code
-        request.retry_after_s = rejection.retry_after_s
-        self._end(request, Outcome.REJECTED, rejection.reason, now_fs)
-        self._decisions.rejected.append((request.request_id, rejection.reason))
-
-    def _displace(self, victim: Request, rejection: Rejection, now_fs: int) -> None:
-        """Send a queued request away, in whose place a more important one has come."""
-        if self._lag is None or not self._lag.busy:
-            self._scheduler.waiting.discard(victim)
-            self._reject(victim, rejection, now_fs)
-            return
-        victim.finish_reason, victim.retry_after_s = rejection.code, rejection.retry_after_s
-        self._tell(victim, Outcome.REJECTED, rejection.reason, now_fs)
-        self._decisions.rejected.append((victim.request_id, rejection.reason))
-        self._lag.ended(victim, foreseen=False)
-
-    def _end(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
-        self._forget(request)
-        self._tell(request, outcome, reason, now_fs)
-
-    def _forget(self, request: Request) -> None:
-        """A request has ended for the scheduler."""
-        self._scheduler.holdings.forget_private(request)
-        if request.spec.forking is not None:
-            self._scheduler.families.ended(request)
-        request.state = State.ENDED
-
-    def _tell(self, request: Request, outcome: Outcome, reason: str, now_fs: int) -> None:
-        """A request has ended for its client."""
-        request.outcome, request.reason, request.ended_fs = outcome, reason, now_fs
-        if self._requests.pop(request.request_id, None) is not None and request.first_token_fs is None:
-            self._scheduler.backlog_tokens -= request.spec.input_tokens
-        self._ended.append(request)
 
     def _log(self, step: int, start_fs: int, grown: dict[int, list[int]], decisions: Decisions) -> None:
         assert self._sink is not None

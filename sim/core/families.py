@@ -233,7 +233,7 @@ class Families:
         scheduler.backlog_tokens -= child.spec.input_tokens
         self._copy_content(child, source)
         scheduler.waiting.started(child)
-        if child.num_tokens < child.target_tokens and not scheduler.admits_copy(child, now_fs):
+        if child.num_tokens < child.target_tokens and not scheduler.starts.admits_copy(child, now_fs):
             scheduler.holdings.publish(source, scheduler.decode.computed(source))
             scheduler.waiting.put_back(child)
             return Fork(child, source)

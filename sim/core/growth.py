@@ -59,10 +59,11 @@ class Growth:
         needing = self.decode.needing_block(ahead)
         blocks = self.holdings.pool.allocate(len(needing))
         assert blocks is not None  # checked by whoever planned this step
+        self.holdings.table_blocks += len(blocks)
         grown: dict[int, list[int]] = {}
         for request, block_id in zip(needing, blocks, strict=True):
             request.table.blocks.append(block_id)
-            self.holdings.hold(request, 1, now_fs)
+            request.hold(1, now_fs)
             grown[request.order] = [block_id]
         return grown
 

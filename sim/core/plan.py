@@ -83,7 +83,7 @@ class BatchShape:
     @property
     def prefill_tokens(self) -> int:
         """Prompt (or recomputed) tokens computed in the step."""
-        return sum(num_tokens for num_tokens, _ in self.prefill)
+        return sum([num_tokens for num_tokens, _ in self.prefill]) if self.prefill else 0
 
     @property
     def num_tokens(self) -> int:

@@ -176,6 +176,18 @@ class PrefixIndex:
         if others is not None and not others:
             del self._others[key]
 
+    def drop_all(self, block_ids: Iterable[int]) -> None:
+        """`drop` each."""
+        if self._others:
+            for block_id in block_ids:
+                self.drop(block_id)
+            return
+        key_of, first = self._key_of, self._first
+        for block_id in block_ids:
+            key = key_of.pop(block_id, None)
+            if key is not None:
+                del first[key]
+
     def find(self, keys: Iterable[int], barred: Collection[int] = ()) -> list[int]:
         """Blocks that hold the longest run of `keys` from the first; `barred` blocks count as absent."""
         first = self._first

@@ -106,4 +106,4 @@ def pause_running(scheduler: Scheduler, usage: float, action: str, draft: Draft,
         if action == "swap_out" and scheduler.cpu_pool.num_free < len(victim.table):
             return
         victim.degrade(action)
-        scheduler.give_way(victim, draft, now_fs)
+        scheduler.shortage.give_way(victim, draft, now_fs)

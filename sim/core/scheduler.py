@@ -8,13 +8,13 @@ Source: vLLM V1 `Scheduler.schedule` (engine-policies §1.1.2); for the other ba
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from itertools import chain
 
-from .admission import Admission, Deferral, Rejection
+from .admission import Admission
 from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_decodes, rest_prompts
-from .blocks import NO_BLOCK, BlockPool
+from .blocks import BlockPool
 from .config import EngineConfig
 from .cpu_server import CpuServer
 from .decode import DecodeSet
@@ -26,10 +26,12 @@ from .growth import GroupGrowth, Growth
 from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
-from .offload import Loading, Offload
+from .offload import Offload
 from .policy import Batching, Policy
-from .relief import cap_output, is_paused, shed
+from .relief import shed
 from .request import Request, State
+from .shortage import Shortage
+from .starts import Starts
 from .tables import BlockTables
 from .view import EngineView
 
@@ -44,7 +46,7 @@ class Scheduler:
         self._tables = tables
         self._admission = admission
         self._policy = policy
-        self._limits = policy.limits if policy.limits != NO_LIMITS else None
+        self.limits = policy.limits if policy.limits != NO_LIMITS else None
         self.steps_done = 0
         """Steps committed."""
         self._decodes_until = 0
@@ -96,6 +98,10 @@ class Scheduler:
         """The queue once more, if the admission policy sets requests aside."""
         if admission.may_defer:
             self.waiting = self.aside = QueueWithAside(self.waiting)
+        self.shortage = Shortage(self, tables, admission, policy)
+        """Finds victims when blocks are short."""
+        self.starts = Starts(self, tables, admission)
+        """Brings the waiting in."""
         self._running_changes = 0
         self.backlog_tokens = 0
         """Prompt tokens of all requests that have not got their first token."""
@@ -112,6 +118,12 @@ class Scheduler:
     def version(self) -> int:
         """Changes whenever the running requests, or those of them that decode steadily, change."""
         return self.decode.version + self._running_changes
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the system that do not run: queued, swapped, loading their prefix, or to start as a copy of another one."""
+        loading = 0 if self.offload is None else len(self.offload.loading)
+        return len(self.waiting) + len(self.swapped) + self.families.num_held + self.num_unseen + loading
 
     @property
     def num_slots_taken(self) -> int:
@@ -147,7 +159,7 @@ class Scheduler:
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
         shed(self, draft, self.view.now_fs)
-        batching, limits = self._policy.batching, self._limits
+        batching, limits = self._policy.batching, self.limits
         if limits is not None:
             draft.prompt_budget = limits.max_prefill_tokens or draft.prompt_budget
             draft.prompts_left = limits.max_prefill_seqs or draft.prompts_left
@@ -156,7 +168,7 @@ class Scheduler:
         if batching in (Batching.PREFILL_FIRST, Batching.DECODE_FIRST):
             draft.decode = False
             self._serve_prompts(draft, now_fs)
-            self._admit(draft, now_fs)
+            self.starts.admit(draft, now_fs)
             if draft.shares:
                 if batching is Batching.DECODE_FIRST:
                     turn = self._policy.limits.continuous_decode_steps or DECODE_STEPS
@@ -166,7 +178,7 @@ class Scheduler:
         batch_is_open = batching is Batching.MIXED or (batching is Batching.STATIC and not self.running)
         self._serve_running(draft, now_fs)
         if batch_is_open and not draft.short:
-            self._admit(draft, now_fs)
+            self.starts.admit(draft, now_fs)
         return draft
 
     def _decodes_alone(self, draft: Draft, now_fs: int) -> bool:
@@ -181,12 +193,12 @@ class Scheduler:
 
     def _serve_running(self, draft: Draft, now_fs: int) -> None:
         """Everybody who runs, and does not rest, in the way that the blocks allow."""
-        if self._limits is not None and self._limits.max_decode_seqs is not None:
-            rest_decodes(self, draft, self._limits.max_decode_seqs)
+        if self.limits is not None and self.limits.max_decode_seqs is not None:
+            rest_decodes(self, draft, self.limits.max_decode_seqs)
         if self._running_fits(draft):
             self._serve_all(draft, now_fs)
         else:
-            self._serve_in_order(draft, now_fs)
+            self.shortage.serve_in_order(draft, now_fs)
 
     def _awake(self, draft: Draft) -> Iterable[Request]:
         """Those who catch up and take part in the step."""
@@ -204,12 +216,12 @@ class Scheduler:
         """Whether a smaller step could only mean that nothing starts: nothing runs, and prompts are not computed in pieces."""
         return not self.running and not self.config.enable_chunked_prefill
 
-    def _allowed(self, request: Request, draft: Draft) -> int:
+    def allowed(self, request: Request, draft: Draft) -> int:
         """Tokens this request may still take in the step; the ladder shrinks the prompts of those below its guard."""
         allowed = draft.budget
         if request.decoding:
             return allowed
-        if self._limits is not None and is_prompt(request):
+        if self.limits is not None and is_prompt(request):
             allowed = min(allowed, draft.prompt_budget if draft.prompts_left else 0)
         if self.knobs.spares(request.spec.priority):
             return allowed
@@ -217,9 +229,10 @@ class Scheduler:
             request.degrade("shrink_step")
         return min(allowed, draft.budget_below_guard)
 
-    def _take(self, request: Request, num_tokens: int, draft: Draft) -> None:
+    def take(self, request: Request, num_tokens: int, draft: Draft) -> None:
+        """Count tokens that a request gets in the step against its budgets."""
         draft.budget -= num_tokens
-        if self._limits is not None and not request.decoding and is_prompt(request):
+        if self.limits is not None and not request.decoding and is_prompt(request):
             draft.prompt_budget -= num_tokens
             draft.prompts_left -= 1
         if not request.decoding and not self.knobs.spares(request.spec.priority):
@@ -248,7 +261,7 @@ class Scheduler:
             if (
                 is_prompt(request)
                 and draft.budget
-                and self._serve(request, self._ask(request, draft), draft, now_fs) is None
+                and self.serve(request, self.ask(request, draft), draft, now_fs) is None
             ):
                 break
 
@@ -258,82 +271,15 @@ class Scheduler:
         draft.decode_blocks = self.growth.grow(0, now_fs)
         for request in self._awake(draft):
             if draft.budget:
-                self._serve(request, self._ask(request, draft), draft, now_fs)
+                self.serve(request, self.ask(request, draft), draft, now_fs)
 
-    def _serve_in_order(self, draft: Draft, now_fs: int) -> None:
-        """A step in which blocks are short: serve in admission order, taking from victims when there is no other way.
-
-        As in vLLM's running pass that goes for prompt chunks too: an older one comes before a younger decode.
-        """
-        order = [request for request in self.running.values() if request.order not in draft.resting]
-        served: dict[int, int] = {}
-        position = 0
-        while position < len(order) and draft.budget:
-            request = order[position]
-            if outgrown := self._outgrown(request, *self._next_need(request, draft.budget)):
-                del order[position]
-                self.retire(request)
-                draft.unservable.append((request, outgrown))
-                draft.released.append(
-                    (request.request_id, self.holdings.release(request, "outgrew the pool", now_fs, reusable=False))
-                )
-                continue
-            asked = self._ask(request, draft)  # settled before victims are looked for, as in vLLM
-            if (self.departing or self.pool.num_set_aside) and self._comes_soon(request, asked):
-                draft.blocks_come = True
-                position += 1
-                continue
-            while (num_tokens := self._serve(request, asked, draft, now_fs)) is None:
-                victim = self._policy.victim(self.running, self.decode.known)
-                if victim.order not in draft.resting:
-                    place = order.index(victim)
-                    del order[place]
-                    position -= place < position
-                self._undo(victim, served, draft)
-                self.give_way(victim, draft, now_fs)
-                if victim is request:
-                    break
-            if num_tokens is None:
-                break  # a request that had to give up its own blocks ends the pass, as in vLLM
-            served[request.order] = num_tokens
-            position += 1
-        for request in [member for member in self.decode if member.order not in served]:
-            self.decode.leave(request)
-            self.catching_up[request.order] = request
-        self.catching_up = dict(sorted(self.catching_up.items()))
-
-    def _comes_soon(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request lacks blocks that come back with the step under way, or when they are saved: it waits, and nobody
-        gives way (vLLM #49675).
-        """
-        lacks = self._tables.need(request.table, self.decode.computed(request), num_tokens) - self.pool.num_free
-        if lacks <= 0:
-            return False
-        lacks -= self.pool.num_set_aside
-        held = Counter(block_id for gone in self.departing.values() for block_id in gone.table.blocks if block_id)
-        return lacks <= sum(self.pool.ref_cnt(block_id) == holders for block_id, holders in held.items())
-
-    def _undo(self, victim: Request, served: dict[int, int], draft: Draft) -> None:
-        """Take back what a victim was given earlier in this step; its blocks go with the rest of its table."""
-        draft.budget += served.pop(victim.order, 0)
-        draft.decode_blocks.pop(victim.order, None)
-        share = draft.shares.pop(victim.order, None)
-        if share is not None:
-            if self._limits is not None and is_prompt(victim):
-                draft.prompt_budget += share.num_tokens
-                draft.prompts_left += 1
-            taken_back = set(share.new_blocks)
-            draft.copies = [
-                copy for copy in draft.copies if copy[1] not in taken_back and copy[1] not in victim.table.blocks
-            ]
-
-    def _ask(self, request: Request, draft: Draft) -> int:
+    def ask(self, request: Request, draft: Draft) -> int:
         """Tokens a running request wants from this step."""
         computed = self.decode.computed(request)
-        wanted = min(self.decode.known(request) - computed, self._allowed(request, draft))
+        wanted = min(self.decode.known(request) - computed, self.allowed(request, draft))
         return self.holdings.fitting(computed, wanted)
 
-    def _serve(self, request: Request, num_tokens: int, draft: Draft, now_fs: int) -> int | None:
+    def serve(self, request: Request, num_tokens: int, draft: Draft, now_fs: int) -> int | None:
         """Schedule a running request for `num_tokens`; None when its blocks are not free."""
         if not num_tokens:
             return 0
@@ -346,7 +292,7 @@ class Scheduler:
         if allocation.copies:
             draft.copies += allocation.copies
             self.holdings.sharing.leave_some(request, [source for source, _ in allocation.copies], now_fs)
-        self._take(request, num_tokens, draft)
+        self.take(request, num_tokens, draft)
         if request.decoding:
             draft.decode_blocks[request.order] = allocation.new_blocks
         else:
@@ -354,197 +300,20 @@ class Scheduler:
             self.holdings.register(request, computed + num_tokens)
         return num_tokens
 
-    def _outgrown(self, request: Request, tokens: int, blocks: int) -> str:
+    def outgrown(self, request: Request, tokens: int, blocks: int) -> str:
         """Why this request can never have `blocks` blocks for its `tokens` tokens, or an empty string if it can."""
         if blocks <= self.pool.num_blocks:
             return ""
         return f"grew to {tokens} tokens, which need {blocks} KV blocks of a pool of {self.pool.num_blocks}"
 
-    def _next_need(self, request: Request, budget: int) -> tuple[int, int]:
+    def next_need(self, request: Request, budget: int) -> tuple[int, int]:
         """Tokens of a running request after this step, and the blocks it must hold for them."""
         computed = self.decode.computed(request)
         wanted = min(self.decode.known(request) - computed, budget)
         tokens = computed + self.holdings.fitting(computed, wanted)
         return tokens, self.config.blocks_at(computed, tokens)
 
-    def give_way(self, victim: Request, draft: Draft, now_fs: int) -> None:
-        """Take a running request's blocks, and put it where it can come back from: the CPU pool if allowed and free, else the queue."""
-        if victim.decoding:
-            self.decode.leave(victim)
-        victim.computed_high = max(victim.computed_high, victim.num_computed_tokens)
-        victim.num_preemptions += 1
-        draft.preempted.append(victim)
-        self.holdings.slide(victim, victim.num_computed_tokens, draft, now_fs)
-        kept = self._tables.computed(victim.table, victim.num_computed_tokens)
-        may_swap = self._policy.swap and kept and not victim.dropped_tokens
-        cpu_blocks = self.cpu_pool.allocate(len(kept)) if may_swap else None
-        if cpu_blocks is not None:
-            draft.swap_outs.append((victim.request_id, list(zip(kept, cpu_blocks, strict=True))))
-            victim.cpu_blocks = cpu_blocks
-            victim.state = State.SWAPPED
-            self.swapped.appendleft(victim)
-        why = "preempted" if cpu_blocks is None else "swapped out"
-        draft.released.append((victim.request_id, self.holdings.release(victim, why, now_fs, reusable=True)))
-        self._remove(victim)
-        if cpu_blocks is None:
-            victim.num_computed_tokens = victim.dropped_tokens = 0
-            victim.state = State.WAITING
-            self.waiting.put_back(victim)
-        self._admission.preempted(self.view_at(now_fs))
-
-    # -- waiting requests -----------------------------------------------------------------------------------------
-
-    def _admit(self, draft: Draft, now_fs: int) -> None:
-        """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last.
-
-        Before both go those whose prefix has been loaded: they hold their blocks already.
-        """
-        slots = self.config.max_num_seqs - len(self.departing)
-        while self.offload is not None and self.offload.ready:
-            if not draft.budget or len(self.running) >= slots:
-                return
-            if not self._start_loaded(self.offload.ready[0], draft, now_fs):
-                return
-        while self.swapped and not is_paused(self, self.swapped[0]):
-            if not draft.budget or len(self.running) >= slots or not self._resume(draft, now_fs):
-                return  # nobody else may take what the swapped are waiting for
-        if self.aside is not None and draft.budget and len(self.running) < slots:
-            self.aside.begin_round()
-        while draft.budget and len(self.running) < slots:
-            request = self.waiting.head()
-            if request is None or not self._try_start(request, draft, now_fs):
-                return
-
-    def _resume(self, draft: Draft, now_fs: int) -> bool:
-        """Bring back the first of the swapped, if its blocks and those of its next tokens are free."""
-        request = self.swapped[0]
-        computed = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - computed, self._allowed(request, draft))
-        if not num_tokens:
-            return False
-        if outgrown := self._outgrown(request, *self._next_need(request, draft.budget)):
-            self.drop_swapped(request)
-            draft.unservable.append((request, outgrown))
-            return True
-        restored = self._tables.restore(request.table, computed, num_tokens)
-        if restored is None:
-            return False
-        saved, allocation = restored
-        self.swapped.popleft()
-        draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
-        self._free_cpu_blocks(request)
-        self.run(request, now_fs)
-        self.holdings.hold(request, len(allocation.new_blocks), now_fs)
-        self._take(request, num_tokens, draft)
-        draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, computed, allocation.new_blocks)
-        return True
-
-    def _try_start(self, request: Request, draft: Draft, now_fs: int) -> bool:
-        """Start the head of the queue, or send it away; False leaves it where it is."""
-        config, tables = self.config, self._tables
-        if is_paused(self, request):
-            request.degrade("pause_admission")
-            return False
-        if outgrown := self._outgrown(request, request.num_tokens, self.holdings.whole_blocks(request)):
-            self.waiting.pop()  # preempted at a length at which it could not come back
-            draft.unservable.append((request, outgrown))
-            return True
-        hits = self.holdings.find(request)
-        if self.offload is not None and (tried := self._load(self.offload, request, hits, draft, now_fs)) is not None:
-            return tried
-        hit_tokens = tables.tokens_in(hits)
-        missing = request.num_tokens - hit_tokens
-        allowed = self._allowed(request, draft)
-        if not allowed or (missing > allowed and not config.enable_chunked_prefill):
-            return False
-        num_tokens = min(missing, allowed)
-        if self.holdings.windows:
-            num_tokens = self.holdings.fitting(hit_tokens, num_tokens)
-            least = config.blocks_at(hit_tokens, hit_tokens + num_tokens)
-            if outgrown := self._outgrown(request, hit_tokens + num_tokens, least):
-                self.waiting.pop()  # not even a token at a time
-                draft.unservable.append((request, outgrown))
-                return True
-        need = tables.need(request.table, 0, num_tokens, hits)
-        if config.reserve_full_prompt:
-            need = max(need, self.holdings.prompt_blocks(request, hits))
-        may_start = self._may_start(request, need, draft, now_fs)
-        if may_start is None:
-            return True
-        allocation = tables.grow(request.table, 0, num_tokens, hits) if may_start else None
-        if allocation is None:
-            return False
-        self.waiting.pop()
-        self.run(request, now_fs)
-        request.num_computed_tokens = hit_tokens
-        request.num_registered = hit_tokens // config.block_size
-        taken = request.table.blocks
-        self.holdings.hold(request, len(taken) - taken.count(NO_BLOCK), now_fs)
-        if hits:
-            self.holdings.sharing.join(request, tables.split(hits), now_fs)
-            if self.offload is not None:
-                self.offload.used(hits)
-        self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
-        return True
-
-    def _may_start(self, request: Request, need: int, draft: Draft, now_fs: int) -> bool | None:
-        """What the admission policy says of the head of the queue; None if that took it out of the line, aside or away."""
-        said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, self.view_at(now_fs))
-        if isinstance(said, Deferral):
-            assert self.aside is not None  # `may_defer` promised it
-            said = self.aside.set_aside(request, said, self.view.now_fs)
-        elif not isinstance(said, Rejection):
-            return bool(said)
-        if said is not None:
-            self.waiting.pop()
-            draft.turned_away.append((request, said))
-        return None
-
-    def _begin(self, request: Request, num_tokens: int, computed: int, hit_tokens: int, draft: Draft) -> None:
-        """Schedule the first tokens of a request after what is `computed` already; the first time, count what it hit on the device."""
-        cap = self.knobs.cap_new
-        if cap is not None and not self.knobs.spares(request.spec.priority):
-            cap_output(self, request, cap, "cap_new")
-        if not request.num_preemptions and not request.computed_high:
-            request.prefix_hit_tokens = hit_tokens
-            self.prefix_queried_tokens += request.num_tokens
-            self.prefix_hit_tokens += hit_tokens
-        self._take(request, num_tokens, draft)
-        draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, computed, request.table.blocks.copy())
-        self.holdings.register(request, computed + num_tokens)
-
-    def _load(self, offload: Offload, request: Request, hits: list[int], draft: Draft, now_fs: int) -> bool | None:
-        """Load the prefix of the head of the queue from the CPU tier; False: it must wait; None: there is nothing to load."""
-        found = offload.find(request, len(hits))
-        if not found:
-            return False if found is None else None
-        whole, need = offload.need(request, hits)
-        may_start = self._may_start(request, need, draft, now_fs)
-        if may_start is None:
-            return True
-        if not may_start or need > self.pool.num_free:
-            return False
-        self.waiting.pop()
-        self.num_admissions += 1
-        offload.begin_load(request, hits, found, whole, now_fs)
-        return True
-
-    def _start_loaded(self, loading: Loading, draft: Draft, now_fs: int) -> bool:
-        """Start a request whose load has ended, with what it could load; False leaves it where it is."""
-        assert self.offload is not None
-        request, computed = loading.request, loading.request.num_computed_tokens
-        missing = request.num_tokens - computed
-        num_tokens = min(missing, self._allowed(request, draft))
-        if not num_tokens or (num_tokens < missing and not self.config.enable_chunked_prefill):
-            return False
-        self.offload.leave(loading, now_fs)
-        spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
-        self.holdings.hold(request, -len(spare), now_fs)
-        self.run(request, now_fs)
-        self._begin(request, num_tokens, computed, loading.hits * self.config.block_size, draft)
-        return True
+    # -- bookkeeping shared with the engine -------------------------------------------------------------------------
 
     def run(self, request: Request, now_fs: int) -> None:
         """Put a request that has blocks among the running."""
@@ -556,19 +325,11 @@ class Scheduler:
         if request.scheduled_fs is None and request.ended_fs is None:
             request.scheduled_fs = now_fs
 
-    def admits_copy(self, request: Request, now_fs: int) -> bool:
-        """Whether a request that would share another one's blocks, and need one of its own in each group next, may run now."""
-        if len(self.running) >= self.config.max_num_seqs or is_paused(self, request):
-            return False
-        return self._admission.may_start(request, len(self.config.groups), self.view_at(now_fs)) is True
-
     def catch_up(self, request: Request) -> None:
         """A running request has left the decode set, or got other blocks: it is served by itself in the next step."""
         self._running_changes += 1
         self.catching_up[request.order] = request
         self.catching_up = dict(sorted(self.catching_up.items()))
-
-    # -- bookkeeping shared with the engine -------------------------------------------------------------------------
 
     def view_at(self, now_fs: int) -> EngineView:
         """The view for policies, at this time; while a step is planned ahead, at the time when that was decided."""
@@ -578,9 +339,10 @@ class Scheduler:
     def drop_swapped(self, request: Request) -> None:
         """Forget a swapped request that will not come back."""
         self.swapped.remove(request)
-        self._free_cpu_blocks(request)
+        self.free_cpu_blocks(request)
 
-    def _free_cpu_blocks(self, request: Request) -> None:
+    def free_cpu_blocks(self, request: Request) -> None:
+        """Give back what a swapped request holds of the CPU pool."""
         self.cpu_pool.release(request.cpu_blocks, request.request_id)
         request.cpu_blocks = []
 
@@ -588,13 +350,14 @@ class Scheduler:
         """Take a running request out of the running set for good; its blocks are released separately."""
         if request.decoding:
             self.decode.leave(request)
-        self._remove(request)
+        self.remove(request)
 
     def departed(self) -> None:
         """Somebody of `departing` is gone."""
         self._running_changes += 1
 
-    def _remove(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
+        """Take a request out of the running set, wherever it goes."""
         del self.running[request.order]
         self._running_changes += 1
         self.catching_up.pop(request.order, None)

@@ -1,0 +1,198 @@
+"""Starts: who of the waiting begins to run in the step that is drafted.
+
+Those whose prefix has been loaded hold their blocks already and go first, then the swapped, then the head of the queue, as long as the
+budgets last. The head is never overtaken. Source: vLLM V1 `Scheduler.schedule`, waiting pass (engine-policies §1.1.2).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .admission import Admission, Deferral, Rejection
+from .blocks import NO_BLOCK
+from .draft import Draft, Share
+from .offload import Loading, Offload
+from .relief import cap_output, is_paused
+from .request import Request
+from .tables import BlockTables
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+class Starts:
+    """Takes requests out of the queues of a scheduler and gives them their first blocks."""
+
+    def __init__(self, scheduler: Scheduler, tables: BlockTables, admission: Admission) -> None:
+        self._scheduler = scheduler
+        self._tables = tables
+        self._admission = admission
+
+    def admit(self, draft: Draft, now_fs: int) -> None:
+        """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last.
+
+        Before both go those whose prefix has been loaded: they hold their blocks already.
+        """
+        scheduler = self._scheduler
+        slots = scheduler.config.max_num_seqs - len(scheduler.departing)
+        while scheduler.offload is not None and scheduler.offload.ready:
+            if not draft.budget or len(scheduler.running) >= slots:
+                return
+            if not self._start_loaded(scheduler.offload.ready[0], draft, now_fs):
+                return
+        while scheduler.swapped and not is_paused(scheduler, scheduler.swapped[0]):
+            if not draft.budget or len(scheduler.running) >= slots or not self._resume(draft, now_fs):
+                return  # nobody else may take what the swapped are waiting for
+        if scheduler.aside is not None and draft.budget and len(scheduler.running) < slots:
+            scheduler.aside.begin_round()
+        while draft.budget and len(scheduler.running) < slots:
+            request = scheduler.waiting.head()
+            if request is None or not self._try_start(request, draft, now_fs):
+                return
+
+    def _resume(self, draft: Draft, now_fs: int) -> bool:
+        """Bring back the first of the swapped, if its blocks and those of its next tokens are free."""
+        scheduler = self._scheduler
+        request = scheduler.swapped[0]
+        computed = request.num_computed_tokens
+        num_tokens = min(request.num_tokens - computed, scheduler.allowed(request, draft))
+        if not num_tokens:
+            return False
+        if outgrown := scheduler.outgrown(request, *scheduler.next_need(request, draft.budget)):
+            scheduler.drop_swapped(request)
+            draft.unservable.append((request, outgrown))
+            return True
+        restored = self._tables.restore(request.table, computed, num_tokens)
+        if restored is None:
+            return False
+        saved, allocation = restored
+        scheduler.swapped.popleft()
+        draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
+        scheduler.free_cpu_blocks(request)
+        scheduler.run(request, now_fs)
+        scheduler.holdings.hold(request, len(allocation.new_blocks), now_fs)
+        scheduler.take(request, num_tokens, draft)
+        draft.admitted.append(request)
+        draft.shares[request.order] = Share(request, num_tokens, computed, allocation.new_blocks)
+        return True
+
+    def _try_start(self, request: Request, draft: Draft, now_fs: int) -> bool:
+        """Start the head of the queue, or send it away; False leaves it where it is."""
+        scheduler = self._scheduler
+        config, tables = scheduler.config, self._tables
+        if is_paused(scheduler, request):
+            request.degrade("pause_admission")
+            return False
+        if outgrown := scheduler.outgrown(request, request.num_tokens, scheduler.holdings.whole_blocks(request)):
+            scheduler.waiting.pop()  # preempted at a length at which it could not come back
+            draft.unservable.append((request, outgrown))
+            return True
+        hits = scheduler.holdings.find(request)
+        if (
+            scheduler.offload is not None
+            and (tried := self._load(scheduler.offload, request, hits, draft, now_fs)) is not None
+        ):
+            return tried
+        hit_tokens = tables.tokens_in(hits)
+        missing = request.num_tokens - hit_tokens
+        allowed = scheduler.allowed(request, draft)
+        if not allowed or (missing > allowed and not config.enable_chunked_prefill):
+            return False
+        num_tokens = min(missing, allowed)
+        if scheduler.holdings.windows:
+            num_tokens = scheduler.holdings.fitting(hit_tokens, num_tokens)
+            least = config.blocks_at(hit_tokens, hit_tokens + num_tokens)
+            if outgrown := scheduler.outgrown(request, hit_tokens + num_tokens, least):
+                scheduler.waiting.pop()  # not even a token at a time
+                draft.unservable.append((request, outgrown))
+                return True
+        need = tables.need(request.table, 0, num_tokens, hits)
+        if config.reserve_full_prompt:
+            need = max(need, scheduler.holdings.prompt_blocks(request, hits))
+        may_start = self._may_start(request, need, draft, now_fs)
+        if may_start is None:
+            return True
+        allocation = tables.grow(request.table, 0, num_tokens, hits) if may_start else None
+        if allocation is None:
+            return False
+        scheduler.waiting.pop()
+        scheduler.run(request, now_fs)
+        request.num_computed_tokens = hit_tokens
+        request.num_registered = hit_tokens // config.block_size
+        taken = request.table.blocks
+        scheduler.holdings.hold(request, len(taken) - taken.count(NO_BLOCK), now_fs)
+        if hits:
+            scheduler.holdings.sharing.join(request, tables.split(hits), now_fs)
+            if scheduler.offload is not None:
+                scheduler.offload.used(hits)
+        self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
+        return True
+
+    def _may_start(self, request: Request, need: int, draft: Draft, now_fs: int) -> bool | None:
+        """What the admission policy says of the head of the queue; None if that took it out of the line, aside or away."""
+        scheduler = self._scheduler
+        said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, scheduler.view_at(now_fs))
+        if isinstance(said, Deferral):
+            assert scheduler.aside is not None  # `may_defer` promised it
+            said = scheduler.aside.set_aside(request, said, scheduler.view.now_fs)
+        elif not isinstance(said, Rejection):
+            return bool(said)
+        if said is not None:
+            scheduler.waiting.pop()
+            draft.turned_away.append((request, said))
+        return None
+
+    def _begin(self, request: Request, num_tokens: int, computed: int, hit_tokens: int, draft: Draft) -> None:
+        """Schedule the first tokens of a request after what is `computed` already; the first time, count what it hit on the device."""
+        scheduler = self._scheduler
+        cap = scheduler.knobs.cap_new
+        if cap is not None and not scheduler.knobs.spares(request.spec.priority):
+            cap_output(scheduler, request, cap, "cap_new")
+        if not request.num_preemptions and not request.computed_high:
+            request.prefix_hit_tokens = hit_tokens
+            scheduler.prefix_queried_tokens += request.num_tokens
+            scheduler.prefix_hit_tokens += hit_tokens
+        scheduler.take(request, num_tokens, draft)
+        draft.admitted.append(request)
+        draft.shares[request.order] = Share(request, num_tokens, computed, request.table.blocks.copy())
+        scheduler.holdings.register(request, computed + num_tokens)
+
+    def _load(self, offload: Offload, request: Request, hits: list[int], draft: Draft, now_fs: int) -> bool | None:
+        """Load the prefix of the head of the queue from the CPU tier; False: it must wait; None: there is nothing to load."""
+        scheduler = self._scheduler
+        found = offload.find(request, len(hits))
+        if not found:
+            return False if found is None else None
+        whole, need = offload.need(request, hits)
+        may_start = self._may_start(request, need, draft, now_fs)
+        if may_start is None:
+            return True
+        if not may_start or need > scheduler.pool.num_free:
+            return False
+        scheduler.waiting.pop()
+        scheduler.num_admissions += 1
+        offload.begin_load(request, hits, found, whole, now_fs)
+        return True
+
+    def _start_loaded(self, loading: Loading, draft: Draft, now_fs: int) -> bool:
+        """Start a request whose load has ended, with what it could load; False leaves it where it is."""
+        scheduler = self._scheduler
+        assert scheduler.offload is not None
+        request, computed = loading.request, loading.request.num_computed_tokens
+        missing = request.num_tokens - computed
+        num_tokens = min(missing, scheduler.allowed(request, draft))
+        if not num_tokens or (num_tokens < missing and not scheduler.config.enable_chunked_prefill):
+            return False
+        scheduler.offload.leave(loading, now_fs)
+        spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
+        scheduler.holdings.hold(request, -len(spare), now_fs)
+        scheduler.run(request, now_fs)
+        self._begin(request, num_tokens, computed, loading.hits * scheduler.config.block_size, draft)
+        return True
+
+    def admits_copy(self, request: Request, now_fs: int) -> bool:
+        """Whether a request that would share another one's blocks, and need one of its own in each group next, may run now."""
+        scheduler = self._scheduler
+        if len(scheduler.running) >= scheduler.config.max_num_seqs or is_paused(scheduler, request):
+            return False
+        return self._admission.may_start(request, len(scheduler.config.groups), scheduler.view_at(now_fs)) is True
