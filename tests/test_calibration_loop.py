@@ -217,7 +217,7 @@ def test_the_loop_closes_on_this_machine(tmp_path: Path) -> None:
         run_loop(SETTINGS, 12.0, tmp_path / "loop")
 
 
-def test_one_good_run_of_three_is_not_called_three(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_good_run_of_three_is_not_called_three() -> None:
     def one(number: int, speed: float, error: float, difference: str | None = None) -> Round:
         errors = dict.fromkeys(BARRED, error)
         return Round(

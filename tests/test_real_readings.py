@@ -230,6 +230,8 @@ def test_the_command_names_the_operation_and_writes_the_table(tmp_path, capsys):
     assert main(["run", str(scenario), "--peak-step", "0", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "step 0, " in text
+    assert "Measured  " in text
+    assert "Simulated  " not in text, "its time is what the steps took"
     assert "(served by torch) holds the peak of temporary memory" in text
     with (out / "peak_by_op.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
