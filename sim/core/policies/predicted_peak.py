@@ -24,7 +24,7 @@ that was read does this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import erfc, sqrt
 
 from ..admission import AdmissionBase, Rejection
@@ -85,8 +85,18 @@ def normal_exceeds(pool: int, mean: float, variance: float) -> float:
     return 0.5 * erfc((pool + 0.5 - mean) / sqrt(2.0 * variance))
 
 
+Part = tuple[tuple[float, ...], int]
+"""One of the running requests: when it will still run, and its length in blocks of one table."""
 Kind = tuple[tuple[float, ...], list[int]]
 """Running requests with one curve: when they will still run, and their lengths in blocks of one table."""
+
+
+def _alike(parts: Iterable[Part]) -> list[Kind]:
+    """Put together those with one curve; equal curves are one object."""
+    alike: dict[int, Kind] = {}
+    for curve, whole in parts:
+        alike.setdefault(id(curve), (curve, []))[1].append(whole)
+    return list(alike.values())
 
 
 class PredictedPeak(AdmissionBase):
@@ -116,7 +126,7 @@ class PredictedPeak(AdmissionBase):
         self._held: dict[int, tuple[int, ...]] = {}
         self._moments: list[tuple[float, float]] = []
         self._equal: dict[tuple[float, ...], tuple[float, ...]] = {}
-        self._parts: dict[str, tuple[tuple[float, ...], int]] = {}  # curve and length of each of the running
+        self._parts: dict[str, Part] = {}  # by request id, as of the latest renewal
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the probability at the worst moment with the risk."""
@@ -155,25 +165,30 @@ class PredictedPeak(AdmissionBase):
         self._key = key
         block_size = view.block_size
         self._ahead = horizons(block_size, view.max_model_len)
-        parts = self._parts
-        if self._learn(view) or aged:
-            parts = {}
-        self._parts = {}
+        before, self._parts = ({} if self._learn(view) or aged else self._parts), {}
+        come: list[Part] = []
         for name, running in view.running_by_id():
-            part = parts.get(name)
+            part = before.pop(name, None)
             if part is None:
                 num_tokens, cap = running.num_tokens, view.output_cap(running)
                 curve = self._curve(running.tenant, num_tokens - running.input_tokens, cap, block_size)
                 part = curve, blocks_for(num_tokens, block_size)
+                come.append(part)
             self._parts[name] = part
         self._few = []
         if view.num_running < EXACT_UP_TO:
             self._few = [(curve, self._blocks_ahead(whole, view)) for curve, whole in self._parts.values()]
-        alike: dict[int, Kind] = {}  # equal curves are one object
-        for curve, whole in self._parts.values():
-            alike.setdefault(id(curve), (curve, []))[1].append(whole)
-        kinds = list(alike.values())
-        self._moments = self._straight(kinds) if view.num_groups == 1 else self._bent(kinds, view)
+        if view.num_groups > 1:
+            self._moments = self._bent(_alike(self._parts.values()), view)
+        elif len(come) == len(self._parts):
+            self._moments = self._straight(_alike(come))
+        else:
+            gone = self._straight(_alike(before.values()))
+            changes = zip(self._moments, self._straight(_alike(come)), gone, strict=True)
+            self._moments = [
+                (mean + more - less, variance + wider - closer)
+                for (mean, variance), (more, wider), (less, closer) in changes
+            ]
 
     def _blocks_ahead(self, whole: int, view: EngineView) -> tuple[int, ...]:
         """What a request whose tokens fill `whole` blocks of one table holds at each horizon, if it runs until then."""
