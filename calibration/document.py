@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sim.costs.profile_file import SCHEMA, SCHEMA_VERSION, read_profile
+from sim.costs.profile_check import SCHEMA, SCHEMA_VERSION
+from sim.costs.profile_file import read_profile
 
 from .split import interval
 from .tent import Array, mixture, never_falling

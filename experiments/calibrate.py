@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from sim.scenario import Scenario
 
 from .calibrate_text import print_fit, print_judgement
 from .options import Json, takes_scenario
+from .outputs import make_room
 from .terminal import Progress, print_json, say
 
 calibrate_app = typer.Typer(
@@ -119,6 +120,9 @@ def fit_command(
     from calibration.runs import read_run
     from calibration.sources import fit_source, is_run
 
+    from .fit_report import page_of
+
+    make_room(None, out, html)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     ranks, model, gpu = scenario.engine.tensor_parallel_size, scenario.model.model, scenario.gpu.gpu
     chosen = "".join(f" --{name} {value}" for name, value in (("model", model), ("gpu", gpu)) if value)
@@ -133,7 +137,7 @@ def fit_command(
             profile = fit_source(source, tensor_parallel_size=ranks, date=today, command=command, model=model, gpu=gpu)
         write(profile, out)
     if html is not None:
-        write_text(html, _fit_page(source, profile))
+        write_text(html, page_of(source, profile))
     shown = {
         key: profile[key]
         for key in (
@@ -216,6 +220,7 @@ def judge_command(
         raise CalibrationError("no recorded run is given; for example --run runs/rtx4090-llama-3.1-8b")
     if scenario.workload.trace is not None or scenario.workload.workload is not None:
         raise CalibrationError("the requests are the recorded run's: leave --trace and --workload out")
+    make_room(None, html)
     margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin)
     run = read_run(recorded, prefixes)
     if run.scenario is not None:  # it says itself what was run; flags change that
@@ -241,13 +246,3 @@ def judge_command(
         if html is not None:
             say(f"wrote {html}")
     return 0 if judged.verdict == EQUIVALENT else 1
-
-
-def _fit_page(source: Path, profile: dict[str, Any]) -> str:
-    """Timed steps are still there to be looked at one by one; of tables the profile keeps the errors."""
-    from calibration.fit_page import fit_page
-    from calibration.step_log import is_step_run, read_run
-
-    from .fit_report import page
-
-    return fit_page(read_run(source), profile) if is_step_run(source) else page(profile)

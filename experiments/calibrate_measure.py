@@ -9,6 +9,7 @@ from calibration.errors import CalibrationError
 from calibration.measure import DEFAULT_MODEL, MeasureSettings, measure
 from calibration.quality import assess
 
+from .outputs import make_room
 from .terminal import Progress, print_json, say
 
 
@@ -21,6 +22,8 @@ def run_measure(out: Path, *, model: str | None, budget: str, json: bool, **sett
     wanted = MeasureSettings(model=model or DEFAULT_MODEL["cuda" if device.startswith("cuda") else "cpu"], **settings)
     command = f"kvtwin calibrate measure --device {device} --model {Path(wanted.model).name} --budget {budget}"
     command += "" if clock == "wall" else f" --clock {clock}"
+    if out.exists():
+        make_room(out)
     with Progress("kvtwin calibrate measure") as progress:
         run = measure(wanted, seconds(budget), out, command=command, tell=progress.say)
     quality, _ = assess(run.steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,14 @@ def page(profile: Mapping[str, Any]) -> str:
         f"<h2>Range</h2><table>{limits}</table><p>A run that leaves it says so.</p>"
         f'<h2>Residuals of held-out points</h2><div class="plots">{plots}</div></body></html>'
     )
+
+
+def page_of(source: Path, profile: Mapping[str, Any]) -> str:
+    """The page of a fit to `source`: timed steps are still there to be looked at one by one; of tables the profile keeps the errors."""
+    from calibration.fit_page import fit_page
+    from calibration.step_log import is_step_run, read_run
+
+    return fit_page(read_run(source), dict(profile)) if is_step_run(source) else page(profile)
 
 
 def _errors(errors: Mapping[str, Any]) -> str:

@@ -24,6 +24,8 @@ from sim.results.statistics import mean_interval, paired_difference
 
 LOADS = (0.8, 1.0, 1.2, 1.5)
 BASELINE = "vllm-v1"
+BY_PRIORITY = "vllm-v1-priority"
+"""The baseline with its flag `--scheduling-policy priority`: what strict priorities do without a ladder."""
 OURS = "ladder"
 
 
@@ -70,7 +72,7 @@ def scenario(workload: str, policy: str, rate: float, requests: int) -> sim.Scen
             "priorities": {0: 0.2, 1: 0.8},
         },
         engine={"num_gpu_blocks_override": POOLS[workload], "max_num_seqs": 256, "max_model_len": LENGTHS[workload]},
-        policy={"policy": policy},
+        policy={"policy": BASELINE, "scheduling_policy": "priority"} if policy == BY_PRIORITY else {"policy": policy},
         slo=OBJECTIVES[workload],
     )
 
@@ -182,7 +184,9 @@ def main() -> None:
     parser.add_argument("--workload", choices=sorted(POOLS), default="azure-conv")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--replications", type=int, default=5)
-    parser.add_argument("--presets", nargs="+", default=list(PRESETS))
+    parser.add_argument(
+        "--presets", nargs="+", default=[BASELINE, BY_PRIORITY, *(name for name in PRESETS if name != BASELINE)]
+    )
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
     parser.add_argument("--capacity", type=float, help="requests a second, instead of searching for it")
     parser.add_argument("--json", type=Path)

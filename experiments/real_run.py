@@ -81,6 +81,14 @@ class RealRun:
         return self.engine.executors[0].timeline
 
 
+class PeakStepError(ScenarioError):
+    """The run never came to the step that was to be followed. Its other results stand, in `result`."""
+
+    def __init__(self, message: str, result: Result) -> None:
+        super().__init__(message)
+        self.result = result
+
+
 def run_scenario(
     scenario: Scenario,
     *,
@@ -96,8 +104,8 @@ def run_scenario(
     `memory_snapshot` is where PyTorch's memory snapshot goes. Both need executor torch. `clock` times its steps (`gpu.timing`);
     `wrap` gets the executor and returns what is used in its place, to record what it does or to plant a fault.
 
-    Raises ScenarioError where the software or the step is missing, ConfigError for a model or device that cannot be run, and
-    what `sim.simulate` raises.
+    Raises ScenarioError where the software is missing, PeakStepError where the step is, ConfigError for a model or device that cannot
+    be run, and what `sim.simulate` raises.
     """
     if scenario.run.executor != "torch":
         for name, value in (("peak_step", peak_step), ("memory_snapshot", memory_snapshot)):
@@ -202,7 +210,7 @@ def _measured_memory(result: Result) -> None:
 
 
 def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> None:
-    """Put the table of the followed step into the summary. Raises ScenarioError when the run never came to it."""
+    """Put the table of the followed step into the summary. Raises PeakStepError when the run never came to it."""
     from sim.resolve import resolve
     from sim.simulation import device
 
@@ -211,7 +219,12 @@ def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> No
     timeline = run.timeline
     if timeline is None or timeline.shape is None:
         steps = run.engine.executors[0].steps
-        raise ScenarioError(f"--peak-step is {step}, but the run had {steps} steps, numbered from 0")
+        raise PeakStepError(f"--peak-step is {step}, but the run had {steps} steps, numbered from 0", result)
     document = peak_document(timeline, device(resolve(scenario)).steps)
     summary: Any = result.summary
     summary["executors"][0]["peak_by_op"] = document
+    summary["warnings"] = [
+        *summary["warnings"],
+        f"step {step} was followed operation by operation, which took longer than the step itself: latencies of the requests in it, and "
+        "of those that waited for it, are too long; leave --peak-step out to measure them",
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sim.results.files import write_csv
 
 from .decision_log import DecisionLogFile
+from .outputs import make_room
 from .peak_by_op import peak_columns
 from .terminal import Progress, print_json, say
 
@@ -32,18 +32,17 @@ def run(
 ) -> int:
     """Simulate or run for real, write the files, print. Returns the exit code.
 
-    Raises StartUpError, after its log was written to `out`, when the engine does not start.
+    Raises StartUpError, after its log was written to `out`, when the engine does not start; PeakStepError, after the results
+    were written, when the run had no such step.
     """
     from sim.memory.start_up import StartUpError
     from sim.results.console import print_summary
     from sim.results.files import write_text
 
     from .prediction_intervals import interval_lines, prediction_intervals
-    from .real_run import run_scenario
+    from .real_run import PeakStepError, run_scenario
 
-    _make_room(out, html)
-    if memory_snapshot is not None:
-        memory_snapshot.parent.mkdir(parents=True, exist_ok=True)
+    make_room(out, html, memory_snapshot)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
         progress.say("simulating" if scenario.run.executor != "torch" else "running for real")
         try:
@@ -53,6 +52,9 @@ def run(
         except StartUpError as error:
             if out is not None:
                 write_text(out / "oom.log", error.log)
+            raise
+        except PeakStepError as error:
+            _write(error.result, out, html)  # what ran is not lost
             raise
         if profile_draws:
             progress.say(f"simulating {profile_draws} draws of the profile")
@@ -71,16 +73,6 @@ def run(
     for path in written:
         say(f"wrote {path}")
     return 0
-
-
-def _make_room(out: Path | None, html: Path | None) -> None:
-    """Find out before a long run, not after it, that the results have nowhere to go. Raises OSError."""
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        if html.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "is a folder; a file name is needed", str(html))
 
 
 def _device_lines(summary: Mapping[str, Any]) -> list[str]:

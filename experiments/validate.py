@@ -15,6 +15,7 @@ from sim.core.policies import PRESETS
 from sim.results.files import write_json, write_text
 from sim.scenario_errors import ScenarioError, nearest
 
+from .outputs import make_room
 from .terminal import Progress, print_json, say
 from .validation import SCENARIOS, Cell, check_cell, reference_answers
 from .validation.reports import junit_text, page_text
@@ -35,6 +36,7 @@ def validate(
     Raises ScenarioError for an unknown name or a machine without torch, ConfigError for a device that is not there.
     """
     facts = _facts(device)
+    make_room(out, junit, html)
     chosen = [SCENARIOS[name] for name in _known("--scenario", scenarios, list(SCENARIOS))]
     names = _known("--preset", presets, list(PRESETS))
     started_s = time.perf_counter()

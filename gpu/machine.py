@@ -52,6 +52,15 @@ def cpu_name() -> str:
     return f"{name}, {cores} cores"
 
 
+def available_bytes() -> int | None:
+    """Memory that the host can still give without swapping; None on a system without /proc."""
+    try:
+        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
 def _catalogue_name(device: str) -> str | None:
     """The catalogue's name of a CUDA device; None when it has none."""
     from .device import device_facts, recognise

@@ -27,7 +27,7 @@ from .device import find_device
 from .executor import TorchExecutor
 from .forward_pass import ForwardPass
 from .layout import KVLayout
-from .machine import machine_facts
+from .machine import available_bytes, machine_facts
 from .metering import GIB, DeviceBudget, StorageMeter
 from .model import Decoder, decode_splits, workspace_bytes
 from .op_timeline import OpTimeline
@@ -67,6 +67,7 @@ class RealEngine:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         self._budget = None if settings.memory_limit_bytes is None else DeviceBudget(settings.memory_limit_bytes)
+        self._check_weights()
         self.weights = self._load()
         if self._budget is not None:
             self._budget.reserve("weights", self.weights.num_bytes)
@@ -177,17 +178,36 @@ class RealEngine:
         tensors = [*self.weights.tensors, *forward.buffers.tensors, forward.pool.scales, forward.model.rope_table]
         return CpuMemoryReader(tensors, limit_bytes=self.settings.memory_limit_bytes, **sizes)
 
+    def _check_weights(self) -> None:
+        """Find out before the weights are made that they will not fit. Raises ConfigError with what would be right."""
+        shape, free = self.settings.shape, self._free_bytes()
+        weights = shape.weight_bytes(self.dtype)
+        if free is not None and weights > free:
+            raise ConfigError(
+                f"the weights of {shape.name} in {self.dtype} ({weights / GIB:.2f} GiB) do not fit into the {free / GIB:.2f} GiB that "
+                f"are free on {self.device}; take a smaller model, or simulate it"
+            )
+
     def _check_room(self, pool_bytes: int, workspace: int) -> None:
-        """On CUDA, find out before the pool is taken that it will not fit. Raises ConfigError with what would be right."""
-        if self.device.type != "cuda":
-            return
-        torch.cuda.empty_cache()
-        free = int(torch.cuda.mem_get_info(self.device)[0])
-        if pool_bytes + workspace > free:
+        """Find out before the pool is taken that it will not fit. Raises ConfigError with what would be right."""
+        free = self._free_bytes()
+        if free is not None and pool_bytes + workspace > free:
+            lower = (
+                "gpu_memory_utilization or num_gpu_blocks_override"
+                if self.device.type == "cuda"
+                else "num_gpu_blocks_override"
+            )
             raise ConfigError(
                 f"the KV pool ({pool_bytes / GIB:.2f} GiB) and the workspace ({workspace / GIB:.2f} GiB) do not fit into the "
-                f"{free / GIB:.2f} GiB that are free on {self.device}; lower gpu_memory_utilization or num_gpu_blocks_override"
+                f"{free / GIB:.2f} GiB that are free on {self.device}; lower {lower}"
             )
+
+    def _free_bytes(self) -> int | None:
+        """What the device has left; None where the system does not tell."""
+        if self.device.type != "cuda":
+            return available_bytes()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
     @property
     def _torch_dtype(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,3 +170,21 @@ def cuda_device() -> str:
     if os.environ.get("REQUIRE_GPU") == "1":
         pytest.fail(f"{reason}, but REQUIRE_GPU=1")
     pytest.skip(reason)
+
+
+class SteadyTimer:
+    """Stands in for the timer of a device: steps of one to eight milliseconds, drawn from a seed."""
+
+    def __init__(self) -> None:
+        self._draw = random.Random(7)
+
+    def start(self) -> None: ...
+
+    def stop_fs(self) -> int:
+        return int(self._draw.uniform(1, 8) * FS_PER_S / 1000)
+
+
+@pytest.fixture
+def steady_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real runs whose steps are said to last the same on every machine, so that what happens in them does not depend on its load."""
+    monkeypatch.setattr("gpu.executor.step_timer", lambda device, clock: SteadyTimer())

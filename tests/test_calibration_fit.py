@@ -1,6 +1,7 @@
 """Fits recover what they were given, judge themselves on points they did not see, and refuse what they cannot use."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,10 @@ from calibration.steps import LEAST_STEPS, TERMS, fit_steps
 from calibration.tables import checked
 from calibration.tent import fit_line, never_falling, robust_nonnegative
 from experiments.validate_loop import INJECTED, NOISE, coverage, designed_steps, logged_steps
+from sim.catalog.gpus import GPUS
+from sim.catalog.models import model_shape
 from sim.core.config import ConfigError
-from sim.costs.fitted import FOLDER, profile_names
+from sim.costs.fitted import FOLDER, fitted_cost, profile_names
 from sim.costs.profile_file import read_profile as read_document
 
 RNG = np.random.default_rng(7)
@@ -264,6 +267,17 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         ({"error": None}, "does not say 'error'"),
         ({"range": None}, "does not say 'range'"),
         ({"model": None}, "must say which model"),
+        ({"provenance": "mine"}, "provenance is 'mine'; it must be a table"),
+        ({"host": "none"}, "host is 'none'; it must be a table"),
+        ({"error": {"held_out": {}}}, "does not say 'held_out' with a 'median'"),
+        ({"error": {"held_out": {"median": 0.1}}}, "does not say 'end_to_end'"),
+        ({"tensor_parallel_size": "two"}, "tensor_parallel_size is 'two'"),
+        (
+            {"host": {"step_us": -1e6}},
+            r"host\.step_us is -1000000\.0; times, sizes and rates are finite and at least 0",
+        ),
+        ({"host": {"step_us": math.nan}}, r"host\.step_us is nan; times"),
+        ({"terms": {"dense": {"tokens": [1], "us": [math.inf]}}}, r"terms\.dense\.us\[0\] is inf; times"),
     ],
 )
 def test_a_profile_that_cannot_be_judged_is_not_used(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -277,6 +291,15 @@ def test_a_profile_that_cannot_be_judged_is_not_used(tmp_path: Path, change: dic
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=message):
         read_document(path)
+
+
+def test_kernel_terms_that_lack_something_are_refused(tmp_path: Path) -> None:
+    data = json.loads((FOLDER / "h100-sxm-80gb.json").read_text())
+    del data["kernels"]["head_dim"]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"p\.json: a kernel term is missing or malformed: KeyError 'head_dim'"):
+        fitted_cost(str(path), model_shape("llama-3.1-8b"), GPUS["h100-sxm-80gb"])
 
 
 def test_a_profile_that_is_not_json_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from calibration.runs import read_run
 from calibration.speed import at_speed
 from calibration.trajectories import DIFFERENT, EQUIVALENT
 from calibration.twin import simulate_requests
-from experiments.calibration_loop import BARRED, main, run_loop
+from experiments.calibration_loop import BARRED, LoopResult, Round, main, run_loop, verdict
 from experiments.cli import main as kvtwin
 from experiments.loop_runs import held_out_scenario, judge_folder, replay, run_for_real
 from experiments.validation.worlds import first_difference
@@ -217,6 +217,24 @@ def test_the_loop_closes_on_this_machine(tmp_path: Path) -> None:
         run_loop(SETTINGS, 12.0, tmp_path / "loop")
 
 
+def test_one_good_run_of_three_is_not_called_three() -> None:
+    def one(number: int, speed: float, error: float, difference: str | None = None) -> Round:
+        errors = dict.fromkeys(BARRED, error)
+        return Round(
+            number=number, speed=speed, difference=difference, errors=errors, errors_at_speed=errors, verdict="-"
+        )
+
+    rounds = (one(0, 1.3, -0.5), one(1, 1.01, 0.04), one(2, 1.2, -0.3))
+    result = LoopResult(profile={}, rounds=rounds, judged=rounds[1], bar=0.1)
+    assert result.ok
+    assert (
+        verdict(result) == "round 1, the nearest to the device's usual speed, is within 10%; 2 of the 2 others are not"
+    )
+    bad = dataclasses.replace(result, rounds=(*rounds[:2], one(2, 1.2, 0.02, "step 3 differs")))
+    assert not bad.ok
+    assert "is within 10%, but decisions are NOT the same; 1 of the 2 others are not" in verdict(bad)
+
+
 @pytest.mark.benchmarks
 def test_the_loop_is_within_ten_per_cent_on_an_idle_machine(tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--budget", "60s", "--out", str(tmp_path / "loop")]) == 0
@@ -233,12 +251,22 @@ def test_the_loop_closes_on_a_gpu(tmp_path: Path) -> None:
     assert main(["--device", "cuda", "--budget", "120s", "--out", str(tmp_path / "loop")]) == 0
 
 
+def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("notes")
+    assert main(["--out", str(taken)]) == 2
+    assert f"{taken}: is a file; a folder is needed" in capsys.readouterr().err
+    assert main(["--rounds", "0", "--out", str(tmp_path / "loop")]) == 2
+    assert "--rounds is 0; at least one real run is needed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--device", "cuda:7"], "device is 'cuda:7'"),
         (["--budget", "never"], "--budget is 'never'"),
         (["--model", "nobody"], "nobody"),
+        (["--bar", "0"], "--bar is 0; it is a share between 0 and 1"),
     ],
 )
 def test_bad_input_is_one_message(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from sim.core.config import EngineConfig
 from sim.core.policies import PRESETS, PredictedPeak, Survival
-from sim.core.policies.predicted_peak import exceeds, horizons, normal_exceeds
+from sim.core.policies.predicted_peak import exceeds, horizons, normal_exceeds, still_running
 from sim.core.request import RequestSpec
 from sim.costs.constant import FixedCost
 from sim.results.summary import summarize
@@ -34,8 +34,9 @@ def test_the_survival_of_finished_outputs_by_hand() -> None:
     """Lengths 2, 2, 5 and one imagined that never ends: 4 reach 2, of which 2 end; 2 reach 5, of which 1 ends."""
     lengths = Survival([5, 2, 2])
     assert [lengths.beyond(n) for n in (0, 1, 2, 4, 5, 100)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
-    assert lengths.given(2, 3) == 0.5
-    assert lengths.given(0, 1) == 1.0
+    assert still_running(2, 100, lengths, 3, [0, 1]) == (1.0, 0.5)
+    assert still_running(0, 100, lengths, 1, [1]) == (1.0,)
+    assert still_running(0, 1, lengths, 1, [0, 1, 2]) == (1.0, 0.0, 0.0)
 
 
 def test_the_survival_of_running_outputs_counts_them_as_far_as_they_have_come() -> None:

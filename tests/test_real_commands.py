@@ -124,6 +124,39 @@ def test_what_cannot_be_run_for_real_is_bad_input(flags, words, capsys):
     assert "Traceback" not in message
 
 
+@pytest.mark.parametrize("line", [REAL, ["calibrate", "measure", "--device", "cpu"]])
+def test_weights_that_this_machine_cannot_hold_are_refused_before_they_are_made(line, tmp_path, monkeypatch, capsys):
+    """tiny-llama-test has 106,816 parameters of four bytes, 427,264 B; one byte less is free."""
+    monkeypatch.setattr("gpu.real_engine.available_bytes", lambda: 427_263)
+    assert main([*line, "--out", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert "the weights of tiny-llama-test in float32" in message
+    assert "do not fit into the 0.00 GiB that are free on cpu; take a smaller model" in message
+
+
+def test_a_pool_that_this_machine_cannot_hold_is_refused_before_it_is_taken(monkeypatch, capsys):
+    monkeypatch.setattr("gpu.real_engine.available_bytes", lambda: 1 << 30)
+    assert main([*REAL, "--num-requests", "2", "--num-gpu-blocks-override", "1000000", "--max-model-len", "2048"]) == 2
+    assert "do not fit into the 1.00 GiB that are free on cpu; lower num_gpu_blocks_override" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["validate", "--out"],
+        ["calibrate", "measure", "--out"],
+        [*REAL, "--out"],
+    ],
+)
+def test_results_that_have_nowhere_to_go_are_found_out_before_the_run(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "check_cell", lambda *arguments: pytest.fail("it ran first"))
+    taken = tmp_path / "taken"
+    taken.write_text("notes", encoding="utf-8")
+    assert main([*line, str(taken)]) == 2
+    assert f"{taken}: is a file; a folder is needed" in capsys.readouterr().err
+    assert taken.read_text(encoding="utf-8") == "notes"
+
+
 def test_a_hard_limit_on_the_cpu_ends_the_run_s_requests_and_not_the_run(tmp_path, capsys):
     """Steps that do not fit are answered by the core; what does not fit before the first step is bad input."""
     scenario = tmp_path / "limited.toml"

@@ -18,6 +18,8 @@ from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.plan import StepPlan
 from sim.core.request import Outcome
 
+pytestmark = pytest.mark.usefixtures("steady_time")
+
 
 class Tampered:
     """An executor whose plans somebody tampers with."""

@@ -159,6 +159,7 @@ def test_what_a_replay_does_is_on_record_as_if_it_were_called():
 
 
 @pytest.mark.parametrize("name", ["pressure-0", "swaps-1", "prefixes-2", "window-0", "samples-1", "leavers-1"])
+@pytest.mark.usefixtures("steady_time")
 def test_padded_buckets_change_no_answer(name):
     run = run_for_real(SCENARIOS[name], preset("vllm-v1"), decode_graphs=True)
     assert sum(run.report["graphs"]["replays"].values()) > 5
@@ -181,6 +182,7 @@ def test_without_graphs_the_report_says_that_there_are_none():
     assert run_for_real(SCENARIOS["pressure-0"], preset("vllm-v1")).report["graphs"] is None
 
 
+@pytest.mark.usefixtures("steady_time")
 def test_sampling_with_temperature_in_buckets_draws_each_request_s_own_numbers():
     sampling = Sampling(temperature=1.0, top_k=40, top_p=0.9)
     scenario = SCENARIOS["pressure-1"]

@@ -23,6 +23,8 @@ from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.request import Outcome, RequestSpec
 
+pytestmark = pytest.mark.usefixtures("steady_time")
+
 PROMPTS = with_engine(SCENARIOS["chunks-0"], max_num_batched_tokens=48, max_num_seqs=6, num_gpu_blocks=40)
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.19 GiB of which 1.50 MiB is free."
 

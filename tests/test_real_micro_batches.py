@@ -63,6 +63,7 @@ def test_a_step_of_no_parts_is_refused():
 
 @pytest.mark.parametrize("most_tokens", [1, 2, 4])
 @pytest.mark.parametrize("name", ["pressure-0", "chunks-1", "prefixes-0", "conversations-1", "samples-0", "window-1"])
+@pytest.mark.usefixtures("steady_time")
 def test_a_split_step_changes_no_answer(name, most_tokens):
     """Prefixes that are found in the very step that computes them are in an earlier pass, or in the same."""
     run = run_for_real(SCENARIOS[name], preset("vllm-v1"), micro_batch_tokens=most_tokens)
@@ -72,6 +73,7 @@ def test_a_split_step_changes_no_answer(name, most_tokens):
     assert first_difference(run.decisions, replay(SCENARIOS[name], preset("vllm-v1"), run.recording)) is None
 
 
+@pytest.mark.usefixtures("steady_time")
 def test_smaller_passes_need_a_smaller_workspace():
     whole = run_for_real(SCENARIOS["chunks-1"], preset("vllm-v1"), checked=False)
     split = run_for_real(SCENARIOS["chunks-1"], preset("vllm-v1"), checked=False, micro_batch_tokens=2)

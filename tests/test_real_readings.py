@@ -230,6 +230,8 @@ def test_the_command_names_the_operation_and_writes_the_table(tmp_path, capsys):
     assert main(["run", str(scenario), "--peak-step", "0", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "step 0, " in text
+    assert "Measured  " in text
+    assert "Simulated  " not in text, "its time is what the steps took"
     assert "(served by torch) holds the peak of temporary memory" in text
     with (out / "peak_by_op.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -238,6 +240,7 @@ def test_the_command_names_the_operation_and_writes_the_table(tmp_path, capsys):
     assert int(peak["live_bytes"]) == max(int(row["live_bytes"]) for row in rows)
     written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert written["executors"][0]["peak_by_op"]["step"] == 0
+    assert any("step 0 was followed operation by operation" in warning for warning in written["warnings"])
     assert int(peak["workspace_bytes"]) == max(int(row["workspace_bytes"]) for row in rows)
 
 
@@ -257,6 +260,14 @@ def test_the_report_shows_what_served_each_operation_and_what_fell_back(tmp_path
     page = executors_html({"executors": [{**executor, "fallbacks": [fallen]}]})
     assert "<b>prefill_attention</b> fell back to torch 3 times: triton &lt;missing&gt;" in page
     assert executors_html({}) == ""
+
+
+def test_a_step_that_never_came_costs_no_results(tmp_path, capsys):
+    scenario, out = tmp_path / "real.toml", tmp_path / "out"
+    scenario.write_text(RUN.format(requests=2, rate=50.0), encoding="utf-8")
+    assert main(["run", str(scenario), "--peak-step", "99999", "--out", str(out)]) == 2
+    assert "--peak-step is 99999, but the run had" in capsys.readouterr().err
+    assert json.loads((out / "summary.json").read_text(encoding="utf-8"))["finished"] == 2
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from sim.core.plan import Executor
 
 from .scenarios import SmallScenario
 from .worlds import changed_answers, first_difference, preset, reference_answers, replay, run_for_real
@@ -45,13 +47,22 @@ class Cell:
         )
 
 
-def check_cell(scenario: SmallScenario, name: str, device: str, reference: dict[str, list[int]] | None = None) -> Cell:
-    """Run `scenario` under preset `name` in both worlds. `reference` saves computing the roomy run again."""
+def check_cell(
+    scenario: SmallScenario,
+    name: str,
+    device: str,
+    reference: dict[str, list[int]] | None = None,
+    wrap: Callable[[Any], Executor] | None = None,
+) -> Cell:
+    """Run `scenario` under preset `name` in both worlds.
+
+    `reference` saves computing the roomy run again; `wrap` is that of `run_for_real`.
+    """
     where: dict[str, Any] = {"scenario": scenario.name, "preset": name, "device": device}
     try:
         if reference is None:
             reference = reference_answers(scenario, device=device)
-        real = run_for_real(scenario, preset(name), device=device)
+        real = run_for_real(scenario, preset(name), device=device, wrap=wrap)
         difference = first_difference(real.decisions, replay(scenario, preset(name), real.recording))
     except Exception as error:  # whatever it is, it is this cell's verdict, and the others go on
         message = f"{type(error).__name__}: {error}"

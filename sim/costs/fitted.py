@@ -65,16 +65,21 @@ def fitted_cost(
         _check_model_profile(profile, model, tensor_parallel_size, quantized, kv_dtype)
         terms = model_terms(profile, model.num_layers, **costs)
     else:
-        terms = composed_terms(
-            profile,
-            model,
-            gpu_called(profile.gpu),
-            tensor_parallel_size=tensor_parallel_size,
-            quantization=quantized,
-            kv_cache_dtype=kv_dtype,
-            notes=notes,
-            **costs,
-        )
+        try:
+            terms = composed_terms(
+                profile,
+                model,
+                gpu_called(profile.gpu),
+                tensor_parallel_size=tensor_parallel_size,
+                quantization=quantized,
+                kv_cache_dtype=kv_dtype,
+                notes=notes,
+                **costs,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{profile.where}: a kernel term is missing or malformed: {type(error).__name__} {error}"
+            ) from error
         notes.append(f"{model.name} is composed from the kernel terms of {profile.gpu}, not measured as a whole")
     if enforce_eager:
         launch_s = profile.eager_s(model.num_layers, tensor_parallel_size)

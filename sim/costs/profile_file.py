@@ -16,13 +16,9 @@ from typing import Any
 from sim.core.config import ConfigError
 
 from .piecewise import Field, Grid, Line
+from .profile_check import check_profile
 from .terms import StepTerms
 
-SCHEMA = "kvtwin-profile"
-SCHEMA_VERSION = 1
-KINDS = ("model", "gpu")
-PROVENANCE_KEYS = ("source", "licence", "engine", "date", "command")
-"""What a profile must say of its origin."""
 COLLECTIVES_PER_LAYER = 2
 _US = 1e-6
 
@@ -79,37 +75,14 @@ class ProfileFile:
 def read_profile(path: Path) -> ProfileFile:
     """The profile in `path`.
 
-    Raises: ConfigError when it is no profile, of another schema version, has another time unit, or lacks provenance, error
-    or range; OSError.
+    Raises: ConfigError when it is no profile or `check_profile` refuses it; OSError.
     """
     where = str(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not a profile: {error}") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ConfigError(
-            f'{where}: not a profile: its "schema" must be {SCHEMA!r}; `kvtwin calibrate fit` writes such files'
-        )
-    if data.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{where}: schema version {data.get('schema_version')!r}, this version of kvtwin reads {SCHEMA_VERSION}; fit it again"
-        )
-    if data.get("time_unit") != "us":
-        raise ConfigError(f"{where}: time_unit is {data.get('time_unit')!r}; times in a profile are in 'us'")
-    if data.get("kind") not in KINDS:
-        raise ConfigError(f"{where}: kind is {data.get('kind')!r}; it is one of {', '.join(KINDS)}")
-    body = "terms" if data["kind"] == "model" else "kernels"
-    for key in ("name", "gpu", "provenance", "error", "range", "host", body):
-        if key not in data:
-            raise ConfigError(
-                f"{where}: it does not say {key!r}; a profile without it cannot be judged and is not used"
-            )
-    for key in PROVENANCE_KEYS:
-        if not data["provenance"].get(key):
-            raise ConfigError(f"{where}: its provenance does not say {key!r}; a profile of unknown origin is not used")
-    if data["kind"] == "model" and not data.get("model"):
-        raise ConfigError(f"{where}: a model profile must say which model it was fitted to")
+    check_profile(data, where)
     return ProfileFile(
         name=str(data["name"]),
         kind=data["kind"],

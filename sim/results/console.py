@@ -109,7 +109,8 @@ def _fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += _memory_rows(summary)
     simulated, wall = get("simulated_time_s"), number(get("wall_time_s"))
     took = "" if wall is None else f", computed in {seconds(wall)}"
-    rows.append(("Simulated", f"{seconds(simulated)} in {plural(int(get('engine_steps') or 0), 'engine step')}{took}"))
+    how = "Measured" if get("executors") else "Simulated"  # a real run's time is what its steps took
+    rows.append((how, f"{seconds(simulated)} in {plural(int(get('engine_steps') or 0), 'engine step')}{took}"))
     return rows
 
 

@@ -79,7 +79,8 @@ def tiles_html(summary: Mapping[str, Any]) -> str:
         goodput = f"goodput {figure(summary.get('goodput_per_s'))} req/s"
         tiles.append(("Objectives met", share(summary["slo_attainment"]), goodput))
     simulated = summary.get("simulated_time_s")
-    tiles.append(("Simulated", seconds(simulated), f"{count(summary.get('engine_steps') or 0)} engine steps"))
+    how = "Measured" if summary.get("executors") else "Simulated"
+    tiles.append((how, seconds(simulated), f"{count(summary.get('engine_steps') or 0)} engine steps"))
     return '<section class="tiles" aria-label="key figures">' + "".join(
         f'<div class="tile"><div class="label">{escape(label)}</div><div class="value">{escape(value)}</div>'
         f'<div class="note">{escape(note)}</div></div>'

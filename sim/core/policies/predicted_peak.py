@@ -53,15 +53,17 @@ def horizons(block_size: int, longest_tokens: int) -> list[int]:
 def still_running(
     output_tokens: int, cap: int, lengths: Survival, block_size: int, ahead: Sequence[int]
 ) -> tuple[float, ...]:
-    """For each horizon, the probability that a request with so many generated tokens, of at most `cap`, still runs then."""
-    return tuple(
-        1.0
-        if not blocks
-        else lengths.given(output_tokens, blocks * block_size)
-        if output_tokens + blocks * block_size < cap
-        else 0.0
-        for blocks in ahead
-    )
+    """For each horizon, the probability that a request with so many generated tokens, of at most `cap`, still runs then: 1 where none so
+    long was ever seen to go on.
+    """
+    beyond, begun = lengths.beyond, lengths.beyond(output_tokens)
+    alive: list[float] = []
+    for blocks in ahead:
+        then = output_tokens + blocks * block_size
+        if blocks and then >= cap:
+            break
+        alive.append(beyond(then) / begun if blocks and begun > 0.0 else 1.0)
+    return (*alive, *[0.0] * (len(ahead) - len(alive)))
 
 
 def exceeds(pool: int, parts: Sequence[tuple[float, int]]) -> float:
@@ -84,7 +86,7 @@ def normal_exceeds(pool: int, mean: float, variance: float) -> float:
 
 
 Kind = tuple[tuple[float, ...], list[int]]
-"""Running requests with one curve: when they will still run, and their lengths in tokens."""
+"""Running requests with one curve: when they will still run, and their lengths in blocks of one table."""
 
 
 class PredictedPeak(AdmissionBase):
@@ -93,8 +95,9 @@ class PredictedPeak(AdmissionBase):
     Output lengths are learned from the requests that finish here (by tenant, once it has 64) and from those that run, or given as
     `quantiles`, `(share, tokens)` pairs. Until something has finished every request may reach its cap, as in full reservation.
 
-    Not steady: as requests grow older their chances change, so a no can turn into a yes with any step. The prediction is renewed when
-    somebody starts or leaves, and every block_size decode steps; in between the last one stands.
+    Not steady: as requests grow older their chances change, so a no can turn into a yes with any step. The prediction is renewed every
+    block_size decode steps, and when lengths are learned anew; in between, who starts is counted in, as old as it is then, and who
+    leaves is counted out.
     """
 
     steady = False
@@ -113,7 +116,7 @@ class PredictedPeak(AdmissionBase):
         self._held: dict[int, tuple[int, ...]] = {}
         self._moments: list[tuple[float, float]] = []
         self._equal: dict[tuple[float, ...], tuple[float, ...]] = {}
-        self._caps: dict[str, int] = {}  # output caps of the running
+        self._parts: dict[str, tuple[tuple[float, ...], int]] = {}  # curve and length of each of the running
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the probability at the worst moment with the risk."""
@@ -127,7 +130,7 @@ class PredictedPeak(AdmissionBase):
         own = self._curve(
             request.spec.tenant, request.num_output_tokens, view.output_cap(request.spec), view.block_size
         )
-        held = self._blocks_ahead(request.num_tokens, view)
+        held = self._blocks_ahead(blocks_for(request.num_tokens, view.block_size), view)
         worst, pool, few = 0.0, view.num_blocks, view.num_running < EXACT_UP_TO
         for index, blocks in enumerate(held):
             alive = own[index]
@@ -148,33 +151,37 @@ class PredictedPeak(AdmissionBase):
         key = (view.num_admissions, view.num_running, view.decode_clock // view.block_size, window)
         if key == self._key:
             return
+        aged = self._key is None or key[2:] != self._key[2:]
         self._key = key
-        self._learn(view)
         block_size = view.block_size
         self._ahead = horizons(block_size, view.max_model_len)
+        parts = self._parts
+        if self._learn(view) or aged:
+            parts = {}
+        self._parts = {}
+        for name, running in view.running_by_id():
+            part = parts.get(name)
+            if part is None:
+                num_tokens, cap = running.num_tokens, view.output_cap(running)
+                curve = self._curve(running.tenant, num_tokens - running.input_tokens, cap, block_size)
+                part = curve, blocks_for(num_tokens, block_size)
+            self._parts[name] = part
         self._few = []
-        alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}  # equal curves are one object
-        few = view.num_running < EXACT_UP_TO
-        caps, self._caps = self._caps, {}
-        for running in view.running():
-            name = running.request_id
-            cap = self._caps[name] = caps.get(name) or view.output_cap(running)
-            num_tokens = running.num_tokens
-            curve = self._curve(running.tenant, num_tokens - running.input_tokens, cap, block_size)
-            alike.setdefault(id(curve), (curve, []))[1].append(num_tokens)
-            if few:
-                self._few.append((curve, self._blocks_ahead(num_tokens, view)))
+        if view.num_running < EXACT_UP_TO:
+            self._few = [(curve, self._blocks_ahead(whole, view)) for curve, whole in self._parts.values()]
+        alike: dict[int, Kind] = {}  # equal curves are one object
+        for curve, whole in self._parts.values():
+            alike.setdefault(id(curve), (curve, []))[1].append(whole)
         kinds = list(alike.values())
-        self._moments = self._straight(kinds, block_size) if view.num_groups == 1 else self._bent(kinds, view)
+        self._moments = self._straight(kinds) if view.num_groups == 1 else self._bent(kinds, view)
 
-    def _blocks_ahead(self, num_tokens: int, view: EngineView) -> tuple[int, ...]:
-        """What a request of so many tokens holds at each horizon, if it runs until then."""
-        whole, block_size = blocks_for(num_tokens, view.block_size), view.block_size
+    def _blocks_ahead(self, whole: int, view: EngineView) -> tuple[int, ...]:
+        """What a request whose tokens fill `whole` blocks of one table holds at each horizon, if it runs until then."""
         if view.num_groups == 1:
             return tuple(whole + ahead for ahead in self._ahead)
         held = self._held.get(whole)
         if held is None:
-            held = tuple(view.decoding_blocks((whole + ahead) * block_size) for ahead in self._ahead)
+            held = tuple(view.decoding_blocks((whole + ahead) * view.block_size) for ahead in self._ahead)
             self._held[whole] = held
         return held
 
@@ -182,7 +189,7 @@ class PredictedPeak(AdmissionBase):
         """Mean and variance of the demand at each horizon, where what a request holds is no straight line."""
         moments = [(0.0, 0.0)] * len(self._ahead)
         for curve, lengths in alike:
-            held = [self._blocks_ahead(num_tokens, view) for num_tokens in lengths]
+            held = [self._blocks_ahead(whole, view) for whole in lengths]
             for index, alive in enumerate(curve):
                 if alive:
                     mean, variance = moments[index]
@@ -191,12 +198,11 @@ class PredictedPeak(AdmissionBase):
                     moments[index] = mean + alive * sum(blocks), variance + alive * (1.0 - alive) * squares
         return moments
 
-    def _straight(self, alike: list[Kind], block_size: int) -> list[tuple[float, float]]:
+    def _straight(self, alike: list[Kind]) -> list[tuple[float, float]]:
         """The same with one table, which grows by a block every block_size steps: sums of blocks and of their squares are enough."""
         means, variances = [0.0] * len(self._ahead), [0.0] * len(self._ahead)
         for curve, lengths in alike:
-            held = [blocks_for(num_tokens, block_size) for num_tokens in lengths]
-            num, total, squares = len(held), sum(held), sum(b * b for b in held)
+            num, total, squares = len(lengths), sum(lengths), sum([whole * whole for whole in lengths])
             for index, (alive, ahead) in enumerate(zip(curve, self._ahead, strict=True)):
                 if not alive:
                     break  # nobody of them comes back to life
@@ -218,14 +224,14 @@ class PredictedPeak(AdmissionBase):
     def _lengths(self, tenant: str) -> Survival:
         return self._given or self._learned.get(tenant) or self._learned[""]
 
-    def _learn(self, view: EngineView) -> None:
-        """Estimate output lengths anew, if enough has happened since the last time."""
+    def _learn(self, view: EngineView) -> bool:
+        """Estimate output lengths anew, if enough has happened since the last time; True if so."""
         outputs = view.drain.outputs
         if self._given is not None:
-            return
+            return False
         since = outputs.num_finished - self._learned_at
         if self._learned_at >= 0 and (since == 0 or (outputs.num_finished > 64 and since < RELEARN_EVERY)):
-            return
+            return False
         self._learned_at = outputs.num_finished
         self._curves, self._equal = {}, {}
         running: dict[str, list[int]] = {}
@@ -238,3 +244,4 @@ class PredictedPeak(AdmissionBase):
             if len(outputs.of(tenant)) >= OWN_HISTORY
         }
         self._learned[""] = Survival(outputs.all, everybody)
+        return True

@@ -60,8 +60,3 @@ class Survival:
     def beyond(self, tokens: int) -> float:
         """P(length > tokens)."""
         return self._after[bisect_right(self._lengths, tokens)]
-
-    def given(self, tokens: int, more: int) -> float:
-        """P(length > tokens + more), for an output that has `tokens` tokens and goes on; 1 if none so long was ever seen to go on."""
-        alive = self.beyond(tokens)
-        return self.beyond(tokens + more) / alive if alive > 0.0 else 1.0
