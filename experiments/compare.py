@@ -199,6 +199,10 @@ def _requests_vary(scenario: Scenario) -> bool:
     return build_workload(resolved, 0).requests != build_workload(resolved, 1).requests
 
 
+_AS_MANY = 1.01
+"""Sides that finish more than this times as many requests as another do not measure latency on the same requests."""
+
+
 def _notes(
     scenarios: Mapping[str, Scenario], by_name: Mapping[str, Sequence[Measured]], seed: int, *, fixed: bool
 ) -> list[str]:
@@ -217,6 +221,13 @@ def _notes(
     if any(scenario.run.seed != seed for scenario in scenarios.values()):
         notes.append(f"the scenarios name different seeds; all runs used {seed}")
     finished = min(value_at(run.summary, "finished") or 0.0 for runs in by_name.values() for run in runs)
+    served = {name: sum(value_at(run.summary, "finished") or 0.0 for run in runs) for name, runs in by_name.items()}
+    if max(served.values()) > _AS_MANY * min(served.values()):
+        counts = ", ".join(f"{name} {count / len(by_name[name]):,.0f}" for name, count in served.items())
+        notes.append(
+            f"latencies are those of finished requests, and not as many finish everywhere ({counts} a run): who is turned away is in no "
+            "latency; compare goodput, with objectives in [slo]"
+        )
     if finished < 1000:
         notes.append(f"a run finishes as few as {finished:.0f} requests: its p99 rests on fewer than 10 of them")
     warnings = {

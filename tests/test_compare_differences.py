@@ -51,6 +51,14 @@ def test_the_difference_is_candidate_minus_baseline():
         assert metric["difference"] == pytest.approx(metric["candidate"] - metric["baseline"], abs=1e-9)
 
 
+def test_who_is_turned_away_is_in_no_latency_and_that_is_said():
+    fewer = compared(BASE.with_(policy={"max_num_queued_reqs": 10}))
+    assert row(fewer, "finished")["verdict"] == "worse"
+    assert any("who is turned away is in no latency" in note for note in fewer["notes"])
+    same = compared(BASE.with_(num_gpu_blocks_override=4000))
+    assert not any("turned away" in note for note in same["notes"])
+
+
 def test_the_answer_does_not_depend_on_the_number_of_processes():
     candidate = BASE.with_(num_gpu_blocks_override=4000)
     assert compared(candidate, workers=1, replications=2) == compared(candidate, workers=2, replications=2)

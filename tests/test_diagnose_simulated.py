@@ -155,6 +155,16 @@ def test_one_file_alone_says_it_too(
             assert any("snapshot" in sentence for sentence in document["next_to_record"])
 
 
+@pytest.mark.parametrize("name", ["another process", "a leak from the start"])
+def test_requests_that_failed_for_step_memory_are_not_put_down_to_the_kv_pool(
+    name: str, left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (requests,) = (path for path in left_behind[name] if path.endswith("requests.csv"))
+    document = diagnosed(capsys, requests)
+    assert document["category"] == "transient peak"
+    assert any("memory curve" in sentence for sentence in document["next_to_record"])
+
+
 def test_a_folder_of_results_and_all_of_its_files_say_the_same(
     left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,9 @@ def held_beyond_need(case: Case) -> Iterator[Verdict]:
 _OWNERS = ("who owns each block of the pool while requests run: those of requests that ended, and copies",)
 
 
+_WHO_HAS_IT = ("the out-of-memory message or the memory curve of the same run: they say who has the memory",)
+
+
 def request_log(case: Case) -> Iterator[Verdict]:
     """How requests ended, and what was reserved for them against what they used."""
     log, known = case.requests, case.known
@@ -136,8 +139,13 @@ def request_log(case: Case) -> Iterator[Verdict]:
         )
     elif failed and log.reasons:
         reason, count = max(log.reasons.items(), key=lambda item: item[1])
-        memory = any(word in reason.lower() for word in ("block", "kv", "token", "memory", "pool"))
+        step = reason.lower().startswith("out of memory in ")
+        memory = not step and any(word in reason.lower() for word in ("block", "kv", "token", "memory", "pool"))
         sentence = f"{count} of {failed} that did not finish: “{reason}”"
+        if step:
+            # A step did not fit. What holds the memory it lacked, only a message, a log or a curve can say.
+            yield Candidate(cause=Cause.TRANSIENT_PEAK, score=0.4, evidence=(shown, sentence), record=_WHO_HAS_IT)
+            return
         yield Candidate(
             cause=Cause.KV_CAPACITY if memory else Cause.UNKNOWN,
             score=0.6 if memory else 0.0,

@@ -17,10 +17,10 @@ from .view import EngineView
 SIGNALS: dict[str, str] = {
     "kv_usage": "share of the pool that is owned",
     "shortage": "blocks that the decoding requests will lack within the next two blocks' worth of steps, as a share of the pool",
-    "queue_s": "seconds that the oldest waiting request has waited",
+    "queue_s": "seconds that the next request to be tried has waited",
     "preemptions": "preemptions within the last 64 decode steps",
     "workspace": "share of the memory left for steps that the latest step needed; such a ladder looks at every step",
-    "oom": "out-of-memory events since the rung was last off",
+    "oom": "out-of-memory events since the ladder was last all off",
 }
 """Pressure signals by name."""
 
