@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from sim.core.blocks import DoubleFreeError, IntegrityError
-from sim.core.engine import ProgressError
+from sim.core.facts import ProgressError
 from sim.scenario import Scenario
 
 from .calibrate import calibrate_app

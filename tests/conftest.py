@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 
 from sim.core.clock import FS_PER_S, to_s
 from sim.core.config import EngineConfig
-from sim.core.engine import Committed, EngineCore
+from sim.core.engine import EngineCore
+from sim.core.facts import Committed
 from sim.core.plan import Durations, StepPlan, StepResult
 from sim.core.policies import PRESETS
 from sim.core.policy import Policy

@@ -6,7 +6,8 @@
 from .admission import Admission, AdmissionBase, Every, Rejection
 from .blocks import BlockPool, DoubleFreeError, IntegrityError
 from .config import ConfigError, EngineConfig
-from .engine import EngineCore, ProgressError
+from .engine import EngineCore
+from .facts import ProgressError
 from .forking import Forking
 from .plan import BatchShape, Durations, Executor, ScheduledRequest, StepPlan, StepResult
 from .policy import Batching, Policy

@@ -7,7 +7,7 @@ The core never sleeps, reads a clock or draws a random number; the same calls gi
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from .admission import Rejection
@@ -16,6 +16,7 @@ from .blocks import BlockPool
 from .config import EngineConfig
 from .departures import Departures
 from .draft import Draft
+from .facts import Arrived, Committed, EngineFacts, ProgressError
 from .groups import tables_of
 from .lag import Lag
 from .log import Decisions, DecisionSink
@@ -31,44 +32,7 @@ from .stretch import log_rows, scheduled_in, shape_of, steps_alike
 T = TypeVar("T")
 
 
-class ProgressError(RuntimeError):
-    """Nothing runs, nothing is in flight, requests wait, and none of them can start: a fault of the policy in use (I8)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """What became of an arrival."""
-
-    request: Request
-    may_change_plan: bool
-    """True when the engine's next decision may differ because of it, so that a stretch under way must be cut."""
-    may_start: bool
-    """True when the next decision may admit it; otherwise it is waiting from now on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What the steps that were committed amounted to, for whoever keeps the record."""
-
-    steps: int
-    computed: int
-    """Those of them that computed something; all but the last if that ran out of memory."""
-    usage: tuple[tuple[int, int], ...]
-    """`(step index in the stretch, owned blocks from then on)`, from index 0."""
-    table_slots: tuple[int, ...]
-    """For each entry of `usage`: token slots in all block tables, a shared block counted for each holder."""
-    emptied_slots: tuple[int, ...]
-    """For each entry of `usage`: filled slots that slid out of a window after step 0."""
-    written_tokens: int
-    """Filled slots in those tables once step 0 is computed: with one table a request, the tokens in them."""
-    written_per_step: int
-    """What every further step that is computed adds: for each decoding sequence its new token, in every attention group."""
-    first_gap_fs: int | None
-    """Time from the end of the decode set's latest step before this plan to the end of its first step in it; None when
-    the set did not compute. The gaps of the later steps are their durations."""
-
-
-class EngineCore:
+class EngineCore(EngineFacts):
     """Admission, scheduling and memory of one engine replica."""
 
     def __init__(
@@ -104,100 +68,6 @@ class EngineCore:
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         """Blocks copied to and from the CPU pool so far."""
-
-    # -- what a world may ask ---------------------------------------------------------------------------------------
-
-    @property
-    def num_running(self) -> int:
-        """Admitted requests."""
-        return len(self._scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the system that do not run: queued, swapped, loading their prefix, or to start as a copy of another one."""
-        return self._scheduler.num_waiting
-
-    @property
-    def num_waiting_by_reason(self) -> dict[str, int]:
-        """Of `num_waiting`, those that wait for `capacity`, and those that were set aside, by reason (see `deferral`)."""
-        aside = {} if self._scheduler.aside is None else self._scheduler.aside.by_reason()
-        return {"capacity": self.num_waiting - sum(aside.values()), **aside}
-
-    @property
-    def wake_fs(self) -> int | None:
-        """When to plan again though nothing happens until then: somebody who was set aside must be sent away. None if nobody was."""
-        return None if self._scheduler.aside is None else self._scheduler.aside.wake_fs
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests in the system."""
-        return len(self._requests)
-
-    def owned_blocks_in(self, ahead: int) -> int:
-        """Blocks owned in step `ahead` of the plan that is out."""
-        return self.pool.num_owned + self._scheduler.growth.owned_change(ahead)
-
-    @property
-    def oom_events(self) -> int:
-        """Steps that ran out of memory so far."""
-        return self._pressure.oom_events
-
-    @property
-    def discarded_tokens(self) -> int:
-        """Tokens computed for requests that had ended, because their step was planned before that was known."""
-        return 0 if self._lag is None else self._lag.discarded_tokens
-
-    @property
-    def steps(self) -> int:
-        """Steps committed."""
-        return self._step
-
-    @property
-    def version(self) -> int:
-        """Changes whenever the running requests, or those of them that decode steadily, change."""
-        return self._scheduler.version
-
-    @property
-    def prefix_queried_tokens(self) -> int:
-        """Prompt tokens looked up in the prefix cache, once a request."""
-        return self._scheduler.prefix_queried_tokens
-
-    @property
-    def prefix_hit_tokens(self) -> int:
-        """Prompt tokens found there."""
-        return self._scheduler.prefix_hit_tokens
-
-    @property
-    def offload(self) -> Offload | None:
-        """The CPU prefix tier and its copies, if there is one."""
-        return self._offload
-
-    @property
-    def cpu_hit_tokens(self) -> int:
-        """Prompt tokens that were not found in the prefix cache, and loaded from the CPU tier."""
-        return 0 if self._offload is None else self._offload.hit_tokens
-
-    @property
-    def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet. Blocks that were
-        shared by a fork since then, and given back, it never knew of.
-        """
-        given = (*self._slid, *self._decisions.released)
-        releases = [(request_id, tuple(blocks)) for request_id, blocks in given]
-        for child, _, table in self._decisions.forked:
-            untold = (child, tuple(block_id for block_id in table if block_id))
-            if table and untold in releases:
-                releases.remove(untold)
-        return tuple(releases)
-
-    @property
-    def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:
-        """`(request_id, block_table)` of every running request, as they are now."""
-        return [(request.request_id, tuple(request.table.blocks)) for request in self._scheduler.running.values()]
-
-    def diagnose(self) -> tuple[str, ...]:
-        """What the admission policy made requests wait for, in sentences, when a reader of the results should know."""
-        return self._admission.diagnose()
 
     def take_ended(self) -> list[Request]:
         """Requests that ended since the last call, in order."""
@@ -356,18 +226,7 @@ class EngineCore:
         written = decode.filled_slots + members * decode.slots_per_token
         usage, table_slots, emptied = self._leap(plan, result)
         total_fs = result.durations.total_fs
-        for order, request in scheduler.catching_up.items():
-            share = draft.shares.get(order)
-            tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
-            slots = self._slots_filled(request, tokens)
-            request.token_fs += slots * total_fs
-            written += slots
-        for request in scheduler.departing.values():
-            slots = self._slots_filled(request, request.num_computed_tokens)
-            request.token_fs += slots * total_fs
-            written += slots
-        if self._offload is not None:
-            written += sum(request.num_computed_tokens for request in self._offload.loading)
+        written += self._account(draft, computed > 0, total_fs)
         decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
         first_gap_fs = None
         if members:
@@ -395,16 +254,7 @@ class EngineCore:
         self._advance_shares(draft, now_fs)
         if scheduler.families:
             self._fork(result, now_fs)
-        finished = {request.order: request for request in decode.completed()}
-        finished |= {
-            r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens and r.ended_fs is None
-        }
-        for request_id in result.stopped:
-            if (stopped := self._requests.get(request_id)) is None:
-                continue  # its client left during the step: this output comes too late
-            if stopped.state is not State.RUNNING or decode.known(stopped) <= stopped.spec.input_tokens:
-                raise ValueError(f"the result says that {request_id!r} stopped, but it got no token in this plan")
-            finished[stopped.order] = stopped
+        finished = self._reached_end(result)
         for order in sorted(finished):
             departures.finish(finished[order], finished[order].request_id in result.stopped, now_fs)
         if result.oom is not None:
@@ -416,11 +266,6 @@ class EngineCore:
         return Committed(
             steps, computed, usage, table_slots, emptied, written, members * decode.slots_per_token, first_gap_fs
         )
-
-    def _slots_filled(self, request: Request, tokens: int) -> int:
-        """Token slots that `tokens` tokens of a request fill; what it gave back while it ran counts no more."""
-        decode = self._scheduler.decode
-        return tokens * decode.slots_per_token - (len(request.table) - request.held_blocks) * decode.slots_per_block
 
     def pass_fence(self, fence: int, now_fs: int, *, done: bool = True) -> None:
         """A copy that a plan began has ended, or failed (`done` is False: what it was to bring is computed instead). The next decision
@@ -435,45 +280,12 @@ class EngineCore:
         else:
             self._offload.pass_fence(fence, now_fs, done=done)
 
-    @property
-    def may_wake(self) -> bool:
-        """Whether `next_wake_fs` can ever be anything but None."""
-        return self._scheduler.cpu_server is not None or self._scheduler.aside is not None
-
-    def next_wake_fs(self, now_fs: int) -> int | None:
-        """When `wake` is to be called: the next request on the CPU executor has all its tokens, or may go back to an idle device; or an
-        idle engine has to plan again (`wake_fs`).
-        """
-        server = self._scheduler.cpu_server
-        times = [self.wake_fs]
-        if server is not None and server.serving:
-            times += [server.next_end_fs, self._pressure.cpu_held_until_fs()]
-        return min((time_fs for time_fs in times if time_fs is not None and time_fs > now_fs), default=None)
-
     def wake(self, now_fs: int) -> None:
         """Time has passed for the CPU executor: who has all tokens there has finished. The next decision may differ."""
         server = self._scheduler.cpu_server
         for request in server.finished(now_fs) if server is not None and server.serving else ():
             assert request.last_token_fs is not None
             self._departures.finish(request, False, request.last_token_fs)
-
-    @property
-    def watches_workspace(self) -> bool:
-        """Whether a decision depends on how much memory steps need."""
-        return self._pressure.watches_workspace
-
-    @property
-    def cpu_tokens(self) -> int | None:
-        """Tokens that the CPU executor produced; None without one."""
-        server = self._scheduler.cpu_server
-        return None if server is None else server.tokens
-
-    @property
-    def idle_holdings(self) -> tuple[int, int, int]:
-        """Owned blocks, token slots in all tables, and those of them that are filled: what is held while no plan is out."""
-        scheduler = self._scheduler
-        filled = sum(self._slots_filled(request, scheduler.decode.computed(request)) for request in scheduler.holders())
-        return self.pool.num_owned, scheduler.holdings.table_blocks * scheduler.decode.slots_per_block, filled
 
     def idled(self, duration_fs: int) -> None:
         """So much time has passed since `plan` answered that there was nothing to do, for the accounts of those who run."""
@@ -586,6 +398,38 @@ class EngineCore:
         if 0 < result.steps_computed < result.steps:  # the last step ran out of memory: what it took is taken back
             self._draft.decode_blocks = took if at == result.steps_computed else {}
         return tuple(usage), tuple(table_slots), tuple(emptied)
+
+    def _account(self, draft: Draft, computed: bool, total_fs: int) -> int:
+        """Charge those outside the decode set for the slots that they fill while the steps take `total_fs`; returns those slots."""
+        scheduler, filled = self._scheduler, 0
+        for order, request in scheduler.catching_up.items():
+            share = draft.shares.get(order)
+            tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
+            slots = self._slots_filled(request, tokens)
+            request.token_fs += slots * total_fs
+            filled += slots
+        for request in scheduler.departing.values():
+            slots = self._slots_filled(request, request.num_computed_tokens)
+            request.token_fs += slots * total_fs
+            filled += slots
+        if self._offload is not None:
+            filled += sum(request.num_computed_tokens for request in self._offload.loading)
+        return filled
+
+    def _reached_end(self, result: StepResult) -> dict[int, Request]:
+        """Who has all its tokens, by admission order. Raises ValueError for a result that stops somebody who got no token."""
+        scheduler, decode = self._scheduler, self._scheduler.decode
+        finished = {request.order: request for request in decode.completed()}
+        finished |= {
+            r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens and r.ended_fs is None
+        }
+        for request_id in result.stopped:
+            if (stopped := self._requests.get(request_id)) is None:
+                continue  # its client left during the step: this output comes too late
+            if stopped.state is not State.RUNNING or decode.known(stopped) <= stopped.spec.input_tokens:
+                raise ValueError(f"the result says that {request_id!r} stopped, but it got no token in this plan")
+            finished[stopped.order] = stopped
+        return finished
 
     def _advance_shares(self, draft: Draft, now_fs: int) -> None:
         """Count what was computed outside the decode set."""

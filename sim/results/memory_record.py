@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.core.engine import Committed
+from sim.core.facts import Committed
 from sim.core.plan import BatchShape, OomReport, StepPlan, StepResult
 from sim.memory.device import Device
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from sim.core.blocks import IntegrityError
 from sim.core.clock import to_s
 from sim.core.config import EngineConfig
-from sim.core.engine import Arrived, Committed, EngineCore
+from sim.core.engine import EngineCore
+from sim.core.facts import Arrived, Committed
 from sim.core.plan import Segment, StepPlan, StepResult
 from sim.core.request import Outcome, Request
 

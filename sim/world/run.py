@@ -11,7 +11,8 @@ from functools import partial
 import simpy
 
 from sim.core.config import ConfigError, EngineConfig
-from sim.core.engine import EngineCore, ProgressError
+from sim.core.engine import EngineCore
+from sim.core.facts import ProgressError
 from sim.core.log import DecisionSink
 from sim.core.plan import Executor
 from sim.core.policy import Policy
