@@ -48,6 +48,9 @@ CHANGES: dict[str, Mapping[str, Any]] = {
     "decode_first": {"batching": "decode_first", "continuous_decode_steps": 8},
     "separate budgets": {"max_prefill_tokens": 1024, "max_prefill_seqs": 4},
     "micro-batches of 16": {"max_decode_seqs": 16},
+    "CPU tier, write through": {"num_cpu_prefix_blocks": 40000, "cpu_prefix_mode": "write_through"},
+    "CPU tier, write back": {"num_cpu_prefix_blocks": 40000, "cpu_prefix_mode": "write_back"},
+    "retention": {"eviction": "retention"},
 }
 """What is measured, by name: the presets, and single changes to `vllm-v1`."""
 

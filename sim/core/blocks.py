@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from .eviction import EVICTIONS, RetentionQueue
+from .eviction import EVICTIONS, LruQueue, RetentionQueue
 from .prefix import PrefixIndex
 from .retention import Course
 
@@ -60,6 +60,8 @@ class BlockPool:
         """Blocks that can be allocated now, cached ones included."""
         self.num_cached = 0
         """Free blocks whose content can still be found."""
+        self.num_taken = 0
+        """Blocks that ever left the free queue, in whatever way: by how many places others may have moved up in it."""
 
     # -- counts ---------------------------------------------------------------------------------------------------
 
@@ -93,6 +95,7 @@ class BlockPool:
             return None
         ref_cnt, freed, index, registered = self._ref_cnt, self._freed, self.index, self.index.block_ids
         self.num_free -= num_blocks
+        self.num_taken += num_blocks
         first_unused = len(ref_cnt)
         unused = min(num_blocks, self.num_blocks + 1 - first_unused)
         taken: list[int] = []
@@ -127,6 +130,7 @@ class BlockPool:
             if not ref_cnt[block_id]:
                 self._freed.remove(block_id)
                 self.num_free -= 1
+                self.num_taken += 1
                 if block_id in self.index:
                     self.num_cached -= 1
             ref_cnt[block_id] += 1
@@ -235,6 +239,11 @@ class BlockPool:
         """Blocks that are about to be released are to be kept like this. Only for the eviction order `retention`."""
         assert isinstance(self._freed, RetentionQueue)
         self._freed.retain(block_ids, courses)
+
+    @property
+    def queues_at_the_end(self) -> bool:
+        """Whether blocks that become free stand behind all that are free, whatever they hold."""
+        return isinstance(self._freed, LruQueue)
 
     @property
     def order_changes(self) -> bool:

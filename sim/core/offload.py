@@ -63,6 +63,9 @@ class Offload:
         self._loads: dict[int, Loading] = {}
         self._no_load: set[Request] = set()
         self._tried: dict[int, int] = {}  # by block: its content that was saved, and may be gone from the tier since
+        self._clean_until = (
+            -1
+        )  # up to which `num_taken` of the pool the blocks that are reused next are known to be saved
         self._fence = 0
         self.save_all = False
         """Whether all cached blocks that nobody holds are to be saved, and not only those that are next to be reused (`offload_cache`)."""
@@ -199,6 +202,7 @@ class Offload:
             self.put_off(deque(put_off))
         if not source:
             return ()
+        self._clean_until = -1
         fence = self._new_fence()
         pool.read(source, fence)
         self._saves[fence] = target
@@ -215,18 +219,26 @@ class Offload:
             return room
         if pool.order_changes:
             return None
-        window = self._next_step
+        if pool.num_taken > self._clean_until or not pool.queues_at_the_end:
+            self._look_ahead()
+        return min(room, max(self._clean_until - pool.num_taken, 0))
+
+    def _look_ahead(self) -> None:
+        """Find out how many blocks can be taken before one that is not saved is next. Where blocks join the free queue at its end,
+        what is found stays true until a copy begins or ends.
+        """
+        pool, window = self._pool, self._next_step
         ahead = pool.peek(min(window + LOOK_AHEAD_BLOCKS, pool.num_free))
-        unsaved = next(
-            (place for place, block_id in enumerate(ahead) if self._unsaved(block_id) is not None), len(ahead)
-        )
-        return min(room, max(unsaved - window, 0))
+        unsaved = (place for place, block_id in enumerate(ahead) if self._unsaved(block_id) is not None)
+        self._clean_until = pool.num_taken + next(unsaved, len(ahead)) - window
 
     def _next_evicted(self) -> list[tuple[int, int]]:
         """Blocks not saved yet among those that are to be reused next; several steps' worth at once, when one of the next step's is not."""
         pool = self._pool
         reach = pool.num_free
         if not self.save_all:
+            if pool.queues_at_the_end and pool.num_taken <= self._clean_until:
+                return []
             next_step = pool.peek(min(self._next_step, reach))
             if all(self._unsaved(block_id) is None for block_id in next_step):
                 return []
@@ -251,6 +263,7 @@ class Offload:
     def pass_fence(self, fence: int, now_fs: int, *, done: bool) -> None:
         """A copy under way has ended; `done` is False if it failed."""
         self.failed_copies += not done
+        self._clean_until = -1
         if (saved := self._saves.pop(fence, None)) is not None:
             self.tier.end_save(saved, done=done)
             self._pool.pass_fence(fence)
