@@ -43,13 +43,13 @@ CHANGES: dict[str, Mapping[str, Any]] = {
     "lfu eviction": {"eviction": "lfu"},
     "swapping": {"num_cpu_blocks": 5000},
     "four rungs": {"scheduling_policy": "priority", "ladder": _RUNGS},
-    "front door, displacing": {"scheduling_policy": "priority", "max_num_queued_reqs": 400, "displace_queued": True},
+    "displacing front door": {"scheduling_policy": "priority", "max_num_queued_reqs": 400, "displace_queued": True},
     "async_scheduling": {"async_scheduling": True},
     "decode_first": {"batching": "decode_first", "continuous_decode_steps": 8},
     "separate budgets": {"max_prefill_tokens": 1024, "max_prefill_seqs": 4},
     "micro-batches of 16": {"max_decode_seqs": 16},
-    "CPU tier, write through": {"num_cpu_prefix_blocks": 40000, "cpu_prefix_mode": "write_through"},
-    "CPU tier, write back": {"num_cpu_prefix_blocks": 40000, "cpu_prefix_mode": "write_back"},
+    "CPU tier write-through": {"num_cpu_prefix_blocks": 40000, "cpu_prefix_mode": "write_through"},
+    "CPU tier write-back": {"num_cpu_prefix_blocks": 40000, "cpu_prefix_mode": "write_back"},
     "retention": {"eviction": "retention"},
 }
 """What is measured, by name: the presets, and single changes to `vllm-v1`."""

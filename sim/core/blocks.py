@@ -8,7 +8,7 @@ hangs on them may be found again until then (prefix cache). Source of the order:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from itertools import chain
 
 from .eviction import EVICTIONS, LruQueue, RetentionQueue
@@ -181,7 +181,8 @@ class BlockPool:
         Free ones wait in quarantine and keep their places in the free queue; held ones wait there if they are released before. No block
         may be read by two copies at once.
         """
-        aside = [block_id for block_id in block_ids if not self.ref_cnt(block_id)]
+        ref_cnt = self._ref_cnt
+        aside = [block_id for block_id in block_ids if not ref_cnt[block_id]]
         self._read_by.update(dict.fromkeys(block_ids, fence))
         self._reads[fence] = (list(block_ids), aside)
         self._freed.set_aside(aside)
@@ -197,6 +198,11 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         """Whether a block that was used before can be allocated."""
         return block_id in self._freed
+
+    @property
+    def being_read(self) -> KeysView[int]:
+        """The blocks that copies read."""
+        return self._read_by.keys()
 
     def is_read(self, block_id: int) -> bool:
         """Whether a copy reads a block."""

@@ -101,8 +101,10 @@ class Offload:
         stop = self._holdings.findable_blocks(request)
         if hits >= stop or request in self._no_load or not self._holdings.reuses(request):
             return []
-        keys = request.keys.keys(hits, stop)
-        return None if self.tier.is_moving(keys[0]) else self.tier.find(keys)
+        (first,) = request.keys.keys(hits, hits + 1)
+        if first not in self.tier.keys:  # most often, and asked again in every step
+            return []
+        return None if self.tier.is_moving(first) else self.tier.find(request.keys.keys(hits, stop))
 
     def need(self, request: Request, hits: list[int]) -> tuple[int, int]:
         """Blocks that a request must hold before it may load: all its known tokens' and that of the next, and those of them that come
@@ -181,18 +183,17 @@ class Offload:
         source: list[int] = []
         target: list[TierBlock] = []
         put_off: list[tuple[int, int]] = []
+        key_of, saved, being_read, ref_cnt = pool.index.keys_by_block.get, self.tier.keys, pool.being_read, pool.ref_cnt
+        begin_save = self.tier.begin_save
         for block_id, key in completed:
-            if pool.index.key_of(block_id) != key or key in self.tier or pool.is_read(block_id):
+            if key_of(block_id) != key or key in saved or block_id in being_read:
                 continue
-            if pool.is_free(block_id):
-                if room <= 0:
-                    put_off.append((block_id, key))
+            if not ref_cnt(block_id):
+                if room <= 0 or not pool.is_free(block_id):
+                    put_off.append((block_id, key))  # no room, or somebody else's fence is before it
                     continue
                 room -= 1
-            elif not pool.ref_cnt(block_id):
-                put_off.append((block_id, key))  # somebody else's fence is before it
-                continue
-            block = self.tier.begin_save(key)
+            block = begin_save(key)
             if block is None:
                 break
             self._tried[block_id] = key

@@ -7,7 +7,7 @@ both chains is equal (invariant I7), so there is nothing to collide.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, KeysView
+from collections.abc import Collection, Hashable, Iterable, KeysView, Mapping
 
 from .request import Namespace, RequestSpec
 
@@ -138,6 +138,11 @@ class PrefixIndex:
     def block_ids(self) -> KeysView[int]:
         """Every registered block."""
         return self._key_of.keys()
+
+    @property
+    def keys_by_block(self) -> Mapping[int, int]:
+        """The key of every registered block."""
+        return self._key_of
 
     def key_of(self, block_id: int) -> int | None:
         """The key under which a block is registered."""

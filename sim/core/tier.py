@@ -8,7 +8,7 @@ prefix the tail before the head, as on the device. Source of the states: vLLM's 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
 from .blocks import IntegrityError
@@ -54,6 +54,11 @@ class PrefixTier:
         return key in self._by_key
 
     @property
+    def keys(self) -> KeysView[int]:
+        """What is here, or on its way here."""
+        return self._by_key.keys()
+
+    @property
     def num_obtainable(self) -> int:
         """Blocks that can be written now: free ones, and those whose content may be forgotten."""
         return self.num_blocks - self.num_busy
@@ -86,10 +91,11 @@ class PrefixTier:
             self._num_used += 1
             block_id = self._num_used
         else:
-            idle = next((key for key, block in self._by_key.items() if not block.busy), None)
+            idle = self._longest_idle()
             if idle is None:
                 return None
-            block_id = self._by_key.pop(idle).block_id
+            del self._by_key[idle.key]
+            block_id = idle.block_id
         block = self._by_key[key] = TierBlock(block_id, key)
         self.num_busy += 1
         return block
@@ -98,10 +104,15 @@ class PrefixTier:
         """A save has ended; what was not saved is forgotten."""
         if not done:
             self.drop(blocks)
-        for block in blocks:
+        move_to_end = self._by_key.move_to_end
+        for block in reversed(blocks):  # the head of a prefix is kept longest
             block.written = True
-            self._rest(block)
-        self._use(blocks)
+            if block.readers or block.dropped:
+                self._rest(block)
+            else:
+                self.num_busy -= 1
+            if not block.dropped:
+                move_to_end(block.key)
 
     def begin_load(self, blocks: Sequence[TierBlock]) -> None:
         """A load reads what `find` has found."""
@@ -144,6 +155,12 @@ class PrefixTier:
                 f"the CPU tier of {self.num_blocks} blocks has used {self._num_used}: {len(kept)} hold something and "
                 f"{len(self._free)} are free; {busy} are busy, {self.num_busy} are counted"
             )
+
+    def _longest_idle(self) -> TierBlock | None:
+        for block in self._by_key.values():
+            if block.written and not block.readers:
+                return block
+        return None
 
     def _rest(self, block: TierBlock) -> None:
         """A copy of a block has ended."""
