@@ -178,7 +178,7 @@ class EngineCore(EngineFacts):
         room = self._pressure.blocks_until_change()
         if lag is not None and (after_pause or lag.has_news):
             room = None
-        if room is not None and self._offload is not None:
+        if room is not None and self._offload is not None and max_repeat != 1:
             room = self._offload.blocks_until_save(room)
         step, shape = self._step, shape_of(draft, scheduler, self._decisions)
         if scheduler.knobs.passes > 1:

@@ -9,7 +9,7 @@ step. It holds all blocks that it needs to produce its first tokens, or it does 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .blocks import BlockPool
@@ -230,34 +230,35 @@ class Offload:
         """
         pool, window = self._pool, self._next_step
         ahead = pool.peek(min(window + LOOK_AHEAD_BLOCKS, pool.num_free))
-        unsaved = (place for place, block_id in enumerate(ahead) if self._unsaved(block_id) is not None)
-        self._clean_until = pool.num_taken + next(unsaved, len(ahead)) - window
+        first = next(self._unsaved(ahead), None)
+        self._clean_until = pool.num_taken + (len(ahead) if first is None else ahead.index(first[0])) - window
 
     def _next_evicted(self) -> list[tuple[int, int]]:
         """Blocks not saved yet among those that are to be reused next; several steps' worth at once, when one of the next step's is not."""
         pool = self._pool
         reach = pool.num_free
         if not self.save_all:
-            if pool.queues_at_the_end and pool.num_taken <= self._clean_until:
-                return []
-            next_step = pool.peek(min(self._next_step, reach))
-            if all(self._unsaved(block_id) is None for block_id in next_step):
+            if pool.num_taken > self._clean_until or not pool.queues_at_the_end:
+                self._look_ahead()
+            if pool.num_taken <= self._clean_until:
                 return []
             reach = min(STEPS_AT_ONCE * self._window, reach)
-        unsaved = ((block_id, self._unsaved(block_id)) for block_id in pool.peek(reach))
-        return [(block_id, key) for block_id, key in unsaved if key is not None]
+        return list(self._unsaved(pool.peek(reach)))
 
     @property
     def _next_step(self) -> int:
         """Leading blocks in the order of eviction that write-back keeps saved, besides those that are being saved now."""
         return max(self._window - self._pool.num_set_aside, 0)
 
-    def _unsaved(self, block_id: int) -> int | None:
-        """The content of a block, if it has some that was not saved since it was last used: a tier that is too small would otherwise
-        save the same blocks in turn for ever.
+    def _unsaved(self, block_ids: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Those blocks, with their content, that have some that was not saved since it was last used: a tier that is too small would
+        otherwise save the same blocks in turn for ever.
         """
-        key = self._pool.index.key_of(block_id)
-        return None if key is None or key in self.tier or self._tried.get(block_id) == key else key
+        key_of, saved, tried = self._pool.index.keys_by_block.get, self.tier.keys, self._tried.get
+        for block_id in block_ids:
+            key = key_of(block_id)
+            if key is not None and key not in saved and tried(block_id) != key:
+                yield block_id, key
 
     # -- fences -----------------------------------------------------------------------------------------------------------
 
