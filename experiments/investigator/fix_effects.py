@@ -107,15 +107,24 @@ def fewer(case: Case, name: str, now: int | None, least: int) -> Iterator[Fix]:
     if before is None or after is None:
         yield Fix(change=f"{flag(case, name)} {half}", basis=f"half of {now}; the effect needs --model and --gpu")
         return
-    gained = after.kv_tokens - before.kv_tokens
-    if gained * after.kv_bytes_per_token < _WORTH_A_CHANGE:
-        return
-    yield Fix(
+    yield from _gain(
+        before,
+        after,
         change=f"{flag(case, name)} {half}",
-        effect_gib=gained * after.kv_bytes_per_token / GIB,
-        effect_tokens=gained,
         basis=f"ledger: what a lower peak leaves to the KV pool, {after.kv_tokens:,} instead of {before.kv_tokens:,} tokens",
     )
+
+
+def _gain(before: Ledger, after: Ledger, *, change: str, basis: str) -> Iterator[Fix]:
+    """A change with the tokens that it adds to the KV pool, if they are worth it."""
+    gained = after.kv_tokens - before.kv_tokens
+    if gained * after.kv_bytes_per_token >= _WORTH_A_CHANGE:
+        yield Fix(
+            change=change,
+            effect_gib=gained * after.kv_bytes_per_token / GIB,
+            effect_tokens=gained,
+            basis=basis,
+        )
 
 
 def fewer_at_once(case: Case) -> Iterator[Fix]:
@@ -148,12 +157,9 @@ def separate_prefill(case: Case) -> Iterator[Fix]:
     before, after = ledger_with(case), ledger_with(case, max_num_batched_tokens=seqs)
     if before is None or after is None:
         return
-    gained = after.kv_tokens - before.kv_tokens
-    if gained * after.kv_bytes_per_token < _WORTH_A_CHANGE:
-        return
-    yield Fix(
+    yield from _gain(
+        before,
+        after,
         change=f"prefill and decode on separate engines; {flag(case, 'max_num_batched_tokens')} {seqs} on those that decode",
-        effect_gib=gained * after.kv_bytes_per_token / GIB,
-        effect_tokens=gained,
         basis=f"ledger: steps of {seqs} instead of {before.max_num_batched_tokens:,} tokens",
     )

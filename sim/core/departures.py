@@ -19,12 +19,12 @@ from .scheduler import Scheduler
 class Departures:
     """Ends requests with an outcome and a reason, and gives back what they hold."""
 
-    def __init__(self, scheduler: Scheduler, lag: Lag | None, decisions: Decisions) -> None:
+    def __init__(self, scheduler: Scheduler, lag: Lag | None) -> None:
         self._scheduler = scheduler
         self._lag = lag
         self._longest = scheduler.config.max_model_len
-        self.decisions = decisions
-        """Where blocks given back and rejections are written down."""
+        self.decisions = Decisions()
+        """What was decided since the latest plan; the engine begins a new one with each. Rejections and blocks given back are put here."""
         self._ended: list[Request] = []
 
     def take_ended(self) -> list[Request]:

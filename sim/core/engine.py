@@ -52,19 +52,16 @@ class EngineCore(EngineFacts):
         self._pressure = Pressure(self._scheduler, policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
         self._offload = self._scheduler.offload
         self._passed: list[tuple[int, bool]] = []
-        self._copies: tuple[tuple[Save, ...], tuple[Load, ...]] | None = None
         self._lag = Lag(self._scheduler) if config.async_scheduling else None
         self._requests = self._scheduler.requests
         self._next_seq = 0
-        self._step = 0
         self._sink = decision_sink
-        self._decisions = Decisions()
         self._slid: list[tuple[str, list[int]]] = []
         """What slid out of windows in the later steps of the latest plan."""
         self._plan: StepPlan | None = None
         self._draft: Draft | None = None
         self._leaving: list[Request] = []
-        self._departures = Departures(self._scheduler, self._lag, self._decisions)
+        self._departures = Departures(self._scheduler, self._lag)
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         """Blocks copied to and from the CPU pool so far."""
@@ -170,17 +167,19 @@ class EngineCore(EngineFacts):
                     self._departures.catch_up(now_fs)
                     continue
                 break
+        saves: tuple[Save, ...] = ()
+        loads: tuple[Load, ...] = ()
         if self._offload is not None and completed is not None:
-            self._begin_copies(self._offload, completed, draft)
-        if not (draft.shares or (draft.decode and len(scheduler.decode)) or self._copies):
+            saves, loads = self._begin_copies(self._offload, completed, draft)
+        if not (draft.shares or (draft.decode and len(scheduler.decode)) or saves or loads):
             self._assert_progress()
             return None
-        room = self._pressure.blocks_until_change()
+        room = None if max_repeat == 1 else self._pressure.blocks_until_change()
         if lag is not None and (after_pause or lag.has_news):
             room = None
-        if room is not None and self._offload is not None and max_repeat != 1:
+        if room is not None and self._offload is not None:
             room = self._offload.blocks_until_save(room)
-        step, shape = self._step, shape_of(draft, scheduler, self._decisions)
+        step, shape = scheduler.steps_done, shape_of(draft, scheduler, self._decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
@@ -192,8 +191,8 @@ class EngineCore(EngineFacts):
             swap_outs=_frozen(self._decisions.swapped_out),
             swap_ins=_frozen(self._decisions.swapped_in),
             slid=_frozen(self._slid),
-            saves=self._copies[0] if self._copies else (),
-            loads=self._copies[1] if self._copies else (),
+            saves=saves,
+            loads=loads,
             to_cpu=tuple(self._decisions.to_cpu),
             releases=_frozen(self._decisions.released),
             forks=tuple(self._decisions.forked),
@@ -203,9 +202,8 @@ class EngineCore(EngineFacts):
         )
         self._plan, self._draft, self._slid = plan, draft, []
         if self._sink is not None:
-            self._log(self._step, now_fs, draft.decode_blocks, self._decisions)
-        self._decisions = self._departures.decisions = Decisions()
-        self._copies = None
+            self._log(step, now_fs, draft.decode_blocks, self._decisions)
+        self._departures.decisions = Decisions()
         for request in lag.planned(now_fs) if lag is not None else ():
             self._departures.learn(request, now_fs)
         return plan
@@ -233,8 +231,7 @@ class EngineCore(EngineFacts):
             first_end_fs = plan.start_fs + result.durations.before_fs(1)
             first_gap_fs = first_end_fs - decode.last_end_fs
             decode.advance(computed, first_end_fs, plan.start_fs + result.durations.before_fs(computed))
-        self._step += steps
-        scheduler.steps_done = self._step
+        scheduler.steps_done += steps
         self._plan = self._draft = None
         if result.oom is not None:
             scheduler.take_back(draft, now_fs)
@@ -296,8 +293,8 @@ class EngineCore(EngineFacts):
     def close(self, now_fs: int) -> None:
         """The run is over: log what was decided after the last step."""
         if self._sink is not None and self._decisions.any:
-            self._sink(self._decisions.entry(self._step, []), now_fs)
-        self._decisions = self._departures.decisions = Decisions()
+            self._sink(self._decisions.entry(self.steps, []), now_fs)
+        self._departures.decisions = Decisions()
 
     def check(self) -> None:
         """Verify the books. Raises IntegrityError naming the blocks or requests that are wrong."""
@@ -333,15 +330,17 @@ class EngineCore(EngineFacts):
             else:
                 self._departures.learn(request, now_fs, holds=False)
 
-    def _begin_copies(self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft) -> None:
+    def _begin_copies(
+        self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft
+    ) -> tuple[tuple[Save, ...], tuple[Load, ...]]:
         """Settle what the plan saves and loads; nothing is saved while a running request waits for blocks that are being saved."""
         saves = () if draft.blocks_come else offload.save(completed)
         if draft.blocks_come:
             offload.put_off(completed)
         loads, offload.new_loads = tuple(offload.new_loads), []
-        self._copies = (saves, loads) if saves or loads else None
         self._decisions.saved += [list(pairs) for _, pairs in saves]
         self._decisions.loaded += [(request_id, list(pairs)) for request_id, _, pairs in loads]
+        return saves, loads
 
     def _assert_progress(self) -> None:
         if self._offload is not None and self._offload.in_flight:

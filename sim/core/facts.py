@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .admission import Admission
 from .blocks import BlockPool
+from .departures import Departures
 from .lag import Lag
 from .log import Decisions
 from .offload import Offload
@@ -61,9 +62,12 @@ class EngineFacts:
     _offload: Offload | None
     _lag: Lag | None
     _requests: dict[str, Request]
-    _step: int
-    _decisions: Decisions
+    _departures: Departures
     _slid: list[tuple[str, list[int]]]
+
+    @property
+    def _decisions(self) -> Decisions:
+        return self._departures.decisions
 
     @property
     def num_running(self) -> int:
@@ -108,7 +112,7 @@ class EngineFacts:
     @property
     def steps(self) -> int:
         """Steps committed."""
-        return self._step
+        return self._scheduler.steps_done
 
     @property
     def version(self) -> int:

@@ -120,10 +120,14 @@ class Scheduler:
         return self.decode.version + self._running_changes
 
     @property
+    def num_queued(self) -> int:
+        """Requests that hold no blocks and do not run: queued, swapped, or to start as a copy of another one."""
+        return len(self.waiting) + len(self.swapped) + self.families.num_held + self.num_unseen
+
+    @property
     def num_waiting(self) -> int:
-        """Requests in the system that do not run: queued, swapped, loading their prefix, or to start as a copy of another one."""
-        loading = 0 if self.offload is None else len(self.offload.loading)
-        return len(self.waiting) + len(self.swapped) + self.families.num_held + self.num_unseen + loading
+        """Requests in the system that do not run: those, and those whose prefix is loaded."""
+        return self.num_queued + (0 if self.offload is None else len(self.offload.loading))
 
     @property
     def num_slots_taken(self) -> int:

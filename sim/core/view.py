@@ -162,8 +162,7 @@ class EngineView:
     @property
     def num_waiting(self) -> int:
         """Queued requests, preempted and swapped ones included, and those that will start as copies of another one."""
-        scheduler = self._scheduler
-        return len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held + scheduler.num_unseen
+        return self._scheduler.num_queued
 
     def is_queued(self, request_id: str) -> bool:
         """Whether a request waits and has never run: nothing is lost but its place if it is sent away."""
@@ -219,9 +218,7 @@ class EngineView:
 
     def running(self) -> Iterator[RunningView]:
         """The admitted requests, oldest admission first. Only meaningful between steps (in `may_start`)."""
-        scheduler = self._scheduler
-        loading = () if scheduler.offload is None else scheduler.offload.loading
-        return (RunningView(request, scheduler) for request in chain(scheduler.running.values(), loading))
+        return (running for _, running in self.running_by_id())
 
     def running_by_id(self) -> Iterator[tuple[str, RunningView]]:
         """The same with their ids: a view of a request costs less than most questions to it."""
