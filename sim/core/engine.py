@@ -104,7 +104,7 @@ class EngineCore(EngineFacts):
         if self._lag is not None and self._lag.busy:
             became_head = self._lag.arrived(request)
         else:
-            became_head = self._scheduler.waiting.add(request)
+            became_head = self._scheduler.enqueue(request)
         may_start = became_head and self._scheduler.num_slots_taken < self.config.max_num_seqs
         changes = may_start or said is not None or (became_head and self._pressure.watches_queue)
         return Arrived(request, changes, may_start)

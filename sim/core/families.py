@@ -127,7 +127,7 @@ class Families:
         elif request is family.leader and family.held:
             family.leader = family.held.pop(0)
             self.num_held -= 1
-            self._scheduler.waiting.add(family.leader)
+            self._scheduler.enqueue(family.leader)
 
     # -- looking ahead ------------------------------------------------------------------------------------------------
 

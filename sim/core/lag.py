@@ -104,7 +104,7 @@ class Lag:
 
     def _enter(self, arrivals: list[Request]) -> None:
         for request in arrivals:
-            self._scheduler.waiting.add(request)
+            self._scheduler.enqueue(request)
         self.arrivals = self.arrivals[len(arrivals) :]
         self._scheduler.num_unseen = self.num_unseen
 

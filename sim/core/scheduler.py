@@ -28,8 +28,8 @@ from .ladder import Knobs
 from .meters import DrainMeter
 from .offload import Offload
 from .policy import Batching, Policy
-from .relief import shed
 from .request import Request, State
+from .shedding import BelowGuard
 from .shortage import Shortage
 from .starts import Starts
 from .tables import BlockTables
@@ -97,7 +97,9 @@ class Scheduler:
         self.aside: QueueWithAside | None = None
         """The queue once more, if the admission policy sets requests aside."""
         if admission.may_defer:
-            self.waiting = self.aside = QueueWithAside(self.waiting)
+            self.waiting = self.aside = QueueWithAside(self.waiting, self.view)
+        self.below_guard = BelowGuard() if policy.ladder is not None and policy.ladder.counts_below_guard else None
+        """Who of the waiting may be shed, if the ladder does that."""
         self.shortage = Shortage(self, tables, admission, policy)
         """Finds victims when blocks are short."""
         self.starts = Starts(self, tables, admission)
@@ -162,7 +164,6 @@ class Scheduler:
             draft.released += self.growth.slide(0, 0, now_fs)
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
-        shed(self, draft, self.view.now_fs)
         batching, limits = self._policy.batching, self.limits
         if limits is not None:
             draft.prompt_budget = limits.max_prefill_tokens or draft.prompt_budget
@@ -365,6 +366,13 @@ class Scheduler:
         del self.running[request.order]
         self._running_changes += 1
         self.catching_up.pop(request.order, None)
+
+    def enqueue(self, request: Request) -> bool:
+        """Put an arrival into the queue; True when it became the head."""
+        became_head = self.waiting.add(request)
+        if self.below_guard is not None and not self.knobs.spares(request.spec.priority):
+            self.below_guard.note(request, len(self.waiting))
+        return became_head
 
     def take_back(self, draft: Draft, now_fs: int) -> None:
         """Undo the allocations of a step that computed nothing."""

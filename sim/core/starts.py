@@ -1,7 +1,8 @@
 """Starts: who of the waiting begins to run in the step that is drafted.
 
 Those whose prefix has been loaded hold their blocks already and go first, then the swapped, then the head of the queue, as long as the
-budgets last. The head is never overtaken. Source: vLLM V1 `Scheduler.schedule`, waiting pass (engine-policies §1.1.2).
+budgets last. The head is never overtaken, but by important requests while the ladder keeps it out.
+Source: vLLM V1 `Scheduler.schedule`, waiting pass (engine-policies §1.1.2).
 """
 
 from __future__ import annotations
@@ -40,20 +41,32 @@ class Starts:
                 return
             if not self._start_loaded(scheduler.offload.ready[0], draft, now_fs):
                 return
-        while scheduler.swapped and not is_paused(scheduler, scheduler.swapped[0]):
-            if not draft.budget or len(scheduler.running) >= slots or not self._resume(draft, now_fs):
+        while (
+            swapped := next((each for each in scheduler.swapped if not is_paused(scheduler, each)), None)
+        ) is not None:
+            if not draft.budget or len(scheduler.running) >= slots or not self._resume(swapped, draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
         if scheduler.aside is not None and draft.budget and len(scheduler.running) < slots:
             scheduler.aside.begin_round()
         while draft.budget and len(scheduler.running) < slots:
-            request = scheduler.waiting.head()
+            request = self._next()
             if request is None or not self._try_start(request, draft, now_fs):
                 return
 
-    def _resume(self, draft: Draft, now_fs: int) -> bool:
-        """Bring back the first of the swapped, if its blocks and those of its next tokens are free."""
+    def _next(self) -> Request | None:
+        """Who is to be tried next. While the ladder keeps the unimportant out, those that stand before are passed over; the first of them
+        hears of it.
+        """
+        waiting = self._scheduler.waiting
+        request = waiting.head()
+        if request is None or not is_paused(self._scheduler, request):
+            return request
+        request.degrade("pause_admission")
+        return waiting.head(important=True)
+
+    def _resume(self, request: Request, draft: Draft, now_fs: int) -> bool:
+        """Bring back a swapped request, if its blocks and those of its next tokens are free."""
         scheduler = self._scheduler
-        request = scheduler.swapped[0]
         computed = request.num_computed_tokens
         num_tokens = min(request.num_tokens - computed, scheduler.allowed(request, draft))
         if not num_tokens:
@@ -66,7 +79,7 @@ class Starts:
         if restored is None:
             return False
         saved, allocation = restored
-        scheduler.swapped.popleft()
+        scheduler.swapped.remove(request)
         draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
         scheduler.free_cpu_blocks(request)
         scheduler.run(request, now_fs)
@@ -80,11 +93,8 @@ class Starts:
         """Start the head of the queue, or send it away; False leaves it where it is."""
         scheduler = self._scheduler
         config, tables = scheduler.config, self._tables
-        if is_paused(scheduler, request):
-            request.degrade("pause_admission")
-            return False
         if outgrown := scheduler.outgrown(request, request.num_tokens, scheduler.holdings.whole_blocks(request)):
-            scheduler.waiting.pop()  # preempted at a length at which it could not come back
+            scheduler.waiting.pop(request)  # preempted at a length at which it could not come back
             draft.unservable.append((request, outgrown))
             return True
         hits = scheduler.holdings.find(request)
@@ -103,7 +113,7 @@ class Starts:
             num_tokens = scheduler.holdings.fitting(hit_tokens, num_tokens)
             least = config.blocks_at(hit_tokens, hit_tokens + num_tokens)
             if outgrown := scheduler.outgrown(request, hit_tokens + num_tokens, least):
-                scheduler.waiting.pop()  # not even a token at a time
+                scheduler.waiting.pop(request)  # not even a token at a time
                 draft.unservable.append((request, outgrown))
                 return True
         need = tables.need(request.table, 0, num_tokens, hits)
@@ -115,7 +125,7 @@ class Starts:
         allocation = tables.grow(request.table, 0, num_tokens, hits) if may_start else None
         if allocation is None:
             return False
-        scheduler.waiting.pop()
+        scheduler.waiting.pop(request)
         scheduler.run(request, now_fs)
         request.num_computed_tokens = hit_tokens
         request.num_registered = hit_tokens // config.block_size
@@ -138,7 +148,7 @@ class Starts:
         elif not isinstance(said, Rejection):
             return bool(said)
         if said is not None:
-            scheduler.waiting.pop()
+            scheduler.waiting.pop(request)
             draft.turned_away.append((request, said))
         return None
 
@@ -169,7 +179,7 @@ class Starts:
             return True
         if not may_start or need > scheduler.pool.num_free:
             return False
-        scheduler.waiting.pop()
+        scheduler.waiting.pop(request)
         scheduler.num_admissions += 1
         offload.begin_load(request, hits, found, whole, now_fs)
         return True
