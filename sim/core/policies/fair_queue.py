@@ -41,8 +41,7 @@ class FairQueue:
     steady = False
 
     def __init__(self, view: EngineView, *, input_weight: int = 1, output_weight: int = 2) -> None:
-        if input_weight < 0 or output_weight < 0:
-            raise ConfigError(f"weights are {input_weight} and {output_weight}; whole numbers, at least 0")
+        self.check(input_weight, output_weight)
         self._view = view
         self._input_weight = input_weight
         self._output_weight = output_weight
@@ -55,6 +54,12 @@ class FairQueue:
         self._steady_key: tuple[int, int] | None = None
         self._steady_clock = self._charged_clock = 0
         self._steady_tenants: dict[str, int] = {}
+
+    @staticmethod
+    def check(input_weight: int, output_weight: int) -> None:
+        """Raises ConfigError for weights that no counter could go by."""
+        if input_weight < 0 or output_weight < 0:
+            raise ConfigError(f"weights are {input_weight} and {output_weight}; whole numbers, at least 0")
 
     def __len__(self) -> int:
         return self._num_waiting

@@ -29,6 +29,8 @@ class Preset:
     policy: Policy
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `EngineConfig` that the engine's rules need, by name."""
+    preempts: bool = True
+    """Whether a running request may have to give way to another one."""
 
     def configure(self, config: EngineConfig) -> EngineConfig:
         """The settings with the overrides applied. Raises ConfigError if they contradict the rest."""
@@ -89,6 +91,7 @@ def trtllm_no_evict(config: EngineConfig) -> Preset:
     """
     return Preset(
         policy=Policy(name="trtllm-no-evict", admission=_no_evict, queue=arrival_queue),
+        preempts=False,
         overrides={"reserve_full_prompt": True},
     )
 
@@ -115,6 +118,7 @@ def static_batch(config: EngineConfig) -> Preset:
     """
     return Preset(
         policy=Policy(name="static-batch", admission=_no_evict, batching=Batching.STATIC),
+        preempts=False,
         overrides={"reserve_full_prompt": True},
     )
 
@@ -128,6 +132,7 @@ def orca(config: EngineConfig) -> Preset:
             name="orca",
             admission=lambda config: Every([CanEverFit(config), ContiguousReservation(config)]),
         ),
+        preempts=False,
         overrides={"reserve_full_prompt": True, "enable_prefix_caching": False},
     )
 
