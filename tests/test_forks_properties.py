@@ -84,6 +84,7 @@ def engines(draw: st.DrawFn) -> EngineConfig:
         cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
         kv_groups=tuple(AttentionGroup(block_size=size, window=window) for size, window in groups),
         num_cpu_blocks=draw(st.sampled_from([0, 0, 12])),
+        async_scheduling=not tier and draw(st.sampled_from([False, False, True])),
     )
 
 

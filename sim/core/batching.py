@@ -93,7 +93,11 @@ def rest_prompts(scheduler: Scheduler, draft: Draft) -> None:
 def rest_decodes(scheduler: Scheduler, draft: Draft, most: int) -> None:
     """Let at most so many decodes into the step, those first whose last token is oldest, of them those with the fewest tokens."""
     decode = scheduler.decode
-    late = [request for request in scheduler.catching_up.values() if not is_prompt(request)]
+    late = [
+        request
+        for order, request in scheduler.catching_up.items()
+        if order not in draft.resting and not is_prompt(request)
+    ]
     if len(decode) + len(late) <= most:
         return
     for request in list(decode):  # the set computes as one: who may rest is not in it

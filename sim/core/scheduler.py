@@ -159,7 +159,7 @@ class Scheduler:
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
-        draft = Draft(budget=self._step_budget())
+        draft = Draft(budget=self._step_budget(), resting=self.families.undecided)
         if self.growth.slides:
             draft.released += self.growth.slide(0, 0, now_fs)
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
@@ -193,7 +193,7 @@ class Scheduler:
         if len(self.decode) or draft.shares or draft.changed_queue or draft.blocks_come:
             draft.turn_left = self._decodes_until - self.steps_done
             return True
-        draft.resting = frozenset()
+        draft.resting = self.families.undecided
         return False
 
     def _serve_running(self, draft: Draft, now_fs: int) -> None:
@@ -262,7 +262,7 @@ class Scheduler:
 
     def _serve_prompts(self, draft: Draft, now_fs: int) -> None:
         """A step of prompts only: go on with those that were begun, as far as blocks are free."""
-        for request in self.catching_up.values():
+        for request in self._awake(draft):
             if (
                 is_prompt(request)
                 and draft.budget
@@ -367,8 +367,14 @@ class Scheduler:
         self._running_changes += 1
         self.catching_up.pop(request.order, None)
 
+    def enter(self, request: Request) -> bool:
+        """Take in an arrival; True when it became the head of the queue."""
+        if request.spec.forking is not None and self.families.join(request):
+            return False
+        return self.enqueue(request)
+
     def enqueue(self, request: Request) -> bool:
-        """Put an arrival into the queue; True when it became the head."""
+        """Queue a request that has never been queued; True when it became the head."""
         became_head = self.waiting.add(request)
         if self.below_guard is not None and not self.knobs.spares(request.spec.priority):
             self.below_guard.note(request, len(self.waiting))

@@ -203,6 +203,6 @@ class Starts:
     def admits_copy(self, request: Request, now_fs: int) -> bool:
         """Whether a request that would share another one's blocks, and need one of its own in each group next, may run now."""
         scheduler = self._scheduler
-        if len(scheduler.running) >= scheduler.config.max_num_seqs or is_paused(scheduler, request):
+        if scheduler.num_slots_taken >= scheduler.config.max_num_seqs or is_paused(scheduler, request):
             return False
         return self._admission.may_start(request, len(scheduler.config.groups), scheduler.view_at(now_fs)) is True
