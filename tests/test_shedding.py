@@ -209,7 +209,7 @@ def test_an_important_swapped_request_does_not_wait_behind_a_paused_one(drive):
     world.step()
     relief = Draft(budget=0)
     for request in (high, low):
-        scheduler.shortage.give_way(request, relief, world.now_fs)
+        scheduler.shortage.give_way([request], relief, world.now_fs)
     world.core._note(relief, world.now_fs)
     assert [request.request_id for request in scheduler.swapped] == ["low", "high"]
     assert world.step().tokens == {"runs": 1, "high": 1}

@@ -6,12 +6,17 @@ blocks are only ever appended to, what the other writes behind a copy's end does
 another one: it gives its own blocks back and shares those.
 
 A held sequence that may not run when its turn comes (no sequence slot, admission says no) waits at the head of the queue and comes back
-through the prefix cache, where its source's full blocks can be found; so does one that lost its blocks. A fork takes no tokens away:
-a sequence that is ahead of its source, or that would be finished by the copy, stays as it is.
+through the prefix cache, where its source's full blocks can be found. A fork takes no tokens away: a sequence that is ahead of its source,
+or that would be finished by the copy, stays as it is.
+
+The running sequences of a request give way together and are swapped together, what they share once; the swapped come back in one step.
+Those that are to be computed again stand one behind the other in the queue and start when there is room for all of them; they find what
+they shared in the prefix cache, or leave it there. If nothing else runs, they come back one by one as far as there is room.
 Where steps are planned ahead (`lag`), the next step is planned before it is known which sequences of a beam search go on: those that got a
 token rest in it, and the copies are made when it is over. Samples that never replace each other do not wait.
-Source: vLLM V0 sequence groups (engine-policies §1.2), which forked tables like this. Left out: V0 swapped whole groups, so its beams
-never parted; here one that lost its blocks lags behind the others until it is replaced by a copy of one of them.
+Source: vLLM V0 sequence groups (engine-policies §1.2), which forked tables like this and moved as wholes. V0 could only swap them, and
+died without room to; here they are computed again then, and one that is done later than the others lags behind them until it is replaced
+by a copy of one of them. V0 failed a request whose sequences together outgrew the pool; here they then run one after the other.
 """
 
 from __future__ import annotations
@@ -138,6 +143,33 @@ class Families:
             family.leader = family.held.pop(0)
             self.num_held -= 1
             self._scheduler.enqueue(family.leader)
+
+    # -- moving together ----------------------------------------------------------------------------------------------
+
+    def moving_with(self, victim: Request) -> list[Request]:
+        """The running requests that give way with this one, oldest admission first: all sequences of its request, of which one alone
+        would give back few blocks and lag behind the others.
+
+        If nobody else runs, there is nobody to make room for but the others of them: then it goes alone, and they can go on.
+        """
+        if victim.spec.forking is None:
+            return [victim]
+        running, members = self._scheduler.running, self._families[victim.spec.sample_of].members.values()
+        group = sorted((each for each in members if each.order in running), key=lambda each: each.order)
+        return group if len(group) < len(running) else [victim]
+
+    def swapped_with(self, request: Request) -> list[Request]:
+        """The swapped requests that come back with this one, in the order in which they stand."""
+        if request.spec.forking is None:
+            return [request]
+        return [each for each in self._scheduler.swapped if each.spec.sample_of == request.spec.sample_of]
+
+    def waiting_with(self, request: Request) -> list[Request]:
+        """The requests in the queue that gave way with this one and come back with it."""
+        if request.spec.forking is None or not request.num_preemptions:
+            return [request]
+        members = self._families[request.spec.sample_of].members.values()
+        return [each for each in members if each.state is State.WAITING and each.num_preemptions]
 
     # -- looking ahead ------------------------------------------------------------------------------------------------
 

@@ -190,11 +190,6 @@ class GroupTables(BlockTables):
                 slid += group.slide(own, computed_tokens)
         return slid
 
-    def skip(self, table: BlockTable, computed_tokens: int) -> None:
-        """Let empty tables begin with NO_BLOCK for what no token after `computed_tokens` attends to."""
-        for group, own in self._pairs(table):
-            group.skip(own, computed_tokens)
-
     def computed(self, table: BlockTable, computed_tokens: int) -> list[int]:
         """The blocks with the KV of the first `computed_tokens` tokens, group by group, without NO_BLOCK entries."""
         return [block_id for group, own in self._pairs(table) for block_id in group.computed(own, computed_tokens)]

@@ -128,7 +128,10 @@ class Holdings:
         """Make blocks that will be full after this step findable at once: whoever finds them is computed after them."""
         if not self.reuses(request):
             return
-        self._register_upto(request, min(computed_tokens // self.config.block_size, request.keys.num_shared))
+        findable = request.keys.num_shared
+        if request.spec.forking is not None and request.num_preemptions:  # its copies come back after it
+            findable = max(findable, request.computed_high // self.config.block_size)
+        self._register_upto(request, min(computed_tokens // self.config.block_size, findable))
 
     def publish(self, request: Request, computed_tokens: int) -> None:
         """Make all full blocks of a running request findable: for one that has gone on as a copy of it, and waits."""

@@ -66,8 +66,9 @@ def pause_running(scheduler: Scheduler, usage: float, action: str, draft: Draft,
         below = {o: r for o, r in scheduler.running.items() if not scheduler.knobs.spares(r.spec.priority)}
         if not below or len(scheduler.running) == 1:
             return
-        victim = worst_priority(below, scheduler.decode.known)
-        if action == "swap_out" and scheduler.cpu_pool.num_free < len(victim.table):
+        group = scheduler.families.moving_with(worst_priority(below, scheduler.decode.known))
+        if action == "swap_out" and scheduler.cpu_pool.num_free < scheduler.swapping.most_blocks(group):
             return
-        victim.degrade(action)
-        scheduler.shortage.give_way(victim, draft, now_fs)
+        for victim in group:
+            victim.degrade(action)
+        scheduler.shortage.give_way(group, draft, now_fs)

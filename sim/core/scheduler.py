@@ -32,6 +32,7 @@ from .request import Request, State
 from .shedding import BelowGuard
 from .shortage import Shortage
 from .starts import Starts
+from .swapping import Swapping
 from .tables import BlockTables
 from .view import EngineView
 
@@ -100,6 +101,8 @@ class Scheduler:
             self.waiting = self.aside = QueueWithAside(self.waiting, self.view)
         self.below_guard = BelowGuard() if policy.ladder is not None and policy.ladder.counts_below_guard else None
         """Who of the waiting may be shed, if the ladder does that."""
+        self.swapping = Swapping(self)
+        """Saves requests in the CPU pool, and brings them back."""
         self.shortage = Shortage(self, tables, admission, policy)
         """Finds victims when blocks are short."""
         self.starts = Starts(self, tables, admission)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .admission import Admission, Deferral, Rejection
+from .batching import is_prompt
 from .blocks import NO_BLOCK
 from .draft import Draft, Share
 from .offload import Loading, Offload
@@ -65,29 +66,26 @@ class Starts:
         return waiting.head(important=True)
 
     def _resume(self, request: Request, draft: Draft, now_fs: int) -> bool:
-        """Bring back a swapped request, if its blocks and those of its next tokens are free."""
+        """Bring back a swapped request, if its blocks and those of its next tokens are free; with it those that it moved with. They come
+        back together, or, if there is not room for all of them though nothing runs, one by one.
+        """
         scheduler = self._scheduler
-        computed = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - computed, scheduler.allowed(request, draft))
-        if not num_tokens:
-            return False
         if outgrown := scheduler.outgrown(request, *scheduler.next_need(request, draft.budget)):
             scheduler.drop_swapped(request)
             draft.unservable.append((request, outgrown))
             return True
-        restored = self._tables.restore(request.table, computed, num_tokens)
-        if restored is None:
-            return False
-        saved, allocation = restored
-        scheduler.swapped.remove(request)
-        draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
-        scheduler.free_cpu_blocks(request)
-        scheduler.run(request, now_fs)
-        scheduler.holdings.hold(request, len(allocation.new_blocks), now_fs)
-        scheduler.take(request, num_tokens, draft)
-        draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, computed, allocation.new_blocks)
-        return True
+        group = scheduler.families.swapped_with(request)
+        if len(group) > 1:
+            room = scheduler.config.max_num_seqs - scheduler.num_slots_taken
+            fits = len(group) <= min(room, scheduler.allowed(request, draft))
+            fits = fits and sum(map(is_prompt, group)) <= draft.prompts_left
+            if fits and scheduler.swapping.bring_back(group, [1] * len(group), draft, now_fs):
+                return True
+            if scheduler.running:
+                return False
+        missing = request.num_tokens - request.num_computed_tokens
+        num_tokens = min(missing, scheduler.allowed(request, draft))
+        return bool(num_tokens) and scheduler.swapping.bring_back([request], [num_tokens], draft, now_fs)
 
     def _try_start(self, request: Request, draft: Draft, now_fs: int) -> bool:
         """Start the head of the queue, or send it away; False leaves it where it is."""
@@ -98,6 +96,8 @@ class Starts:
             draft.unservable.append((request, outgrown))
             return True
         hits = scheduler.holdings.find(request)
+        if request.spec.forking is not None and scheduler.running and not self._fits_with_others(request):
+            return False
         if (
             scheduler.offload is not None
             and (tried := self._load(scheduler.offload, request, hits, draft, now_fs)) is not None
@@ -137,6 +137,20 @@ class Starts:
                 scheduler.offload.used(hits)
         self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
         return True
+
+    def _fits_with_others(self, request: Request) -> bool:
+        """Whether there is room for all that gave way with a request, those that they will share counted once."""
+        scheduler = self._scheduler
+        group = scheduler.families.waiting_with(request)
+        if len(group) < 2:
+            return True
+        need, taken = 0, set[int]()
+        for each in group:
+            hits = scheduler.holdings.find(each)
+            need += scheduler.holdings.whole_blocks(each) - len(hits)
+            taken.update(block_id for block_id in hits if block_id != NO_BLOCK and not scheduler.pool.ref_cnt(block_id))
+        room = scheduler.config.max_num_seqs - scheduler.num_slots_taken
+        return len(group) <= room and need + len(taken) <= scheduler.pool.num_free
 
     def _may_start(self, request: Request, need: int, draft: Draft, now_fs: int) -> bool | None:
         """What the admission policy says of the head of the queue; None if that took it out of the line, aside or away."""

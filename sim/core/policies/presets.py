@@ -47,9 +47,9 @@ def vllm_v1(config: EngineConfig) -> Preset:
 
 def vllm_v0(config: EngineConfig) -> Preset:
     """vLLM V0 (until 2025-09): prompts first and whole, a watermark of 1 % of the pool, the last running is recomputed; what is
-    swapped goes before what waits. Sequences that fork (`fork_samples`, beams) share blocks as V0's did. Left out: V0 swapped their
-    group as a whole, and only such groups; chunked prefill, which was optional; the rejection of
-    prompts above the pool less the watermark (here the watermark is waived when nothing runs).
+    swapped goes before what waits. Sequences that fork (`fork_samples`, beams) share blocks and move together as V0's
+    did. Left out: V0 swapped such groups only; chunked prefill, which was optional; the rejection of prompts above the pool less the
+    watermark (here the watermark is waived when nothing runs).
     """
     return Preset(
         policy=Policy(name="vllm-v0", batching=Batching.PREFILL_FIRST),
