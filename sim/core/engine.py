@@ -450,9 +450,7 @@ class EngineCore(EngineFacts):
             request.last_token_fs = now_fs
             if request.spec.forking is not None and scheduler.families.got_token(request):
                 continue  # it goes on when it is known which of its family do
-            if request.num_tokens < request.target_tokens and (
-                scheduler.growth.slides or not scheduler.holdings.windows
-            ):
+            if request.num_tokens < request.target_tokens:
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 

@@ -43,11 +43,15 @@ class GroupTables(BlockTables):
 
     def __init__(self, pool: BlockPool, config: EngineConfig) -> None:
         super().__init__(pool, config.block_size)
-        self.groups = tuple(BlockTables(pool, group.block_size, group.window) for group in config.kv_groups)
-        """One for each group, with its own block size and window."""
+        self._groups = tuple(BlockTables(pool, group.block_size, group.window) for group in config.kv_groups)
         self._config = config
         self._slots_per_block = config.slots_per_block
         self._slots_per_token = config.slots_per_token
+
+    @property
+    def groups(self) -> Sequence[BlockTables]:
+        """One for each group, with its own block size and window."""
+        return self._groups
 
     def on(self, pool: BlockPool) -> GroupTables:
         """The same for another pool."""

@@ -1,6 +1,6 @@
 """How the tables of the decode set change while it decodes: what each step takes and gives back, and how many steps that lasts.
 
-`Growth` is for one table a request, which only grows. `GroupGrowth` is for several, some of which slide.
+`Growth` is for one table a request, which only grows. `GroupGrowth` is for one that slides, and for several.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from copy import deepcopy
 from math import lcm
 
 from .decode import DecodeSet
-from .groups import GroupTable, GroupTables
 from .holdings import Holdings
 from .need import skipped_blocks
 from .request import Request
-from .tables import BlockTable
+from .tables import BlockTable, BlockTables
 
 Tables = tuple[tuple[int, ...], ...]
 """The block tables of one request, one a group."""
@@ -83,7 +82,7 @@ class GroupGrowth(Growth):
 
     slides = True
 
-    def __init__(self, decode: DecodeSet, holdings: Holdings, tables: GroupTables) -> None:
+    def __init__(self, decode: DecodeSet, holdings: Holdings, tables: BlockTables) -> None:
         super().__init__(decode, holdings)
         self._tables = tables
         self._sizes = [group.block_size for group in tables.groups]
@@ -189,10 +188,9 @@ class GroupGrowth(Growth):
         copies: dict[int, BlockTable] = {}
         if ahead:
             for request in self.decode:
-                own = [group.new(request.request_id) for group in self._tables.groups]
-                for copy, table in zip(own, request.table.groups, strict=True):
+                own = copies[request.order] = self._tables.new(request.request_id)
+                for copy, table in zip(own.groups, request.table.groups, strict=True):
                     copy.blocks = table.blocks.copy()
-                copies[request.order] = GroupTable(request.request_id, own)
             tables = self._tables.on(deepcopy(self.holdings.pool))
             for step in range(1, ahead + 1):
                 for _ in self._slide(step, tables, lambda request: copies[request.order]):
@@ -202,7 +200,7 @@ class GroupGrowth(Growth):
         return lambda request: tuple(tuple(table.blocks) for table in copies.get(request.order, request.table).groups)
 
     def _slide(
-        self, ahead: int, tables: GroupTables, table_of: Callable[[Request], BlockTable]
+        self, ahead: int, tables: BlockTables, table_of: Callable[[Request], BlockTable]
     ) -> Iterator[tuple[Request, list[int]]]:
         decode = self.decode
         due = {} if ahead else {request.order: request for request in decode.fresh}
@@ -214,7 +212,7 @@ class GroupGrowth(Growth):
                 yield request, slid
 
     def _grow(
-        self, ahead: int, tables: GroupTables, table_of: Callable[[Request], BlockTable]
+        self, ahead: int, tables: BlockTables, table_of: Callable[[Request], BlockTable]
     ) -> Iterator[tuple[Request, list[int]]]:
         needing = self._needing(ahead)
         blocks = tables.pool.allocate(sum(len(groups) for _, groups in needing))

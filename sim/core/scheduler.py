@@ -21,7 +21,6 @@ from .decode import DecodeSet
 from .deferral import QueueWithAside
 from .draft import Draft, Share
 from .families import Families
-from .groups import GroupTables
 from .growth import GroupGrowth, Growth
 from .holdings import Holdings
 from .ladder import Knobs
@@ -85,7 +84,7 @@ class Scheduler:
             self.cpu_server = CpuServer(policy.cpu_executor, self)
         self.growth = (
             GroupGrowth(self.decode, self.holdings, tables)
-            if isinstance(tables, GroupTables)
+            if config.kv_groups or config.sliding_window is not None
             else Growth(self.decode, self.holdings)
         )
         self.families = Families(self)

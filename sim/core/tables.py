@@ -50,6 +50,15 @@ class BlockTables:
         self.window = window
         """Sliding attention window in tokens; None for full attention."""
 
+    @property
+    def groups(self) -> Sequence[BlockTables]:
+        """One for each attention group: this one, of a model with one kind of layer (else see `groups.GroupTables`)."""
+        return (self,)
+
+    def on(self, pool: BlockPool) -> BlockTables:
+        """The same for another pool."""
+        return BlockTables(pool, self.block_size, self.window)
+
     def new(self, owner: str) -> BlockTable:
         """An empty table."""
         return BlockTable(owner)
