@@ -147,10 +147,8 @@ class Scheduler:
             return (
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
-        if self.growth.slides and (head := self.waiting.head()) is not None and self.holdings.find(head):
-            return (
-                False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
-            )
+        if self.growth.slides and self._policy.eviction != "lru" and self.starts.blocked is not None:
+            return False  # which of the cached blocks that a window's head would find go, and when, is not known before
         return self._admission.steady and self.waiting.steady
 
     @property
@@ -161,6 +159,7 @@ class Scheduler:
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
+        self.starts.blocked = None
         draft = Draft(budget=self._step_budget(), resting=self.families.undecided)
         if self.growth.slides:
             draft.released += self.growth.slide(0, 0, now_fs)

@@ -7,6 +7,8 @@ Source: vLLM V1 `Scheduler.schedule`, waiting pass (engine-policies §1.1.2).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .admission import Admission, Deferral, Rejection
@@ -22,6 +24,16 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Why whoever is first cannot start in this step, in blocks."""
+
+    need: int
+    """Blocks without which it cannot start, whatever else changes; 0 if that is not known."""
+    hits: Sequence[int] | None
+    """What it found in the prefix cache; None if more than that matters."""
+
+
 class Starts:
     """Takes requests out of the queues of a scheduler and gives them their first blocks."""
 
@@ -29,6 +41,10 @@ class Starts:
         self._scheduler = scheduler
         self._tables = tables
         self._admission = admission
+        self.blocked: Blocked | None = None
+        """Of the step that is drafted: who was tried last and lacks blocks. None if nobody does: then the next steps, in which budgets
+        and slots are the same, try nobody either.
+        """
 
     def admit(self, draft: Draft, now_fs: int) -> None:
         """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last.
@@ -82,10 +98,14 @@ class Starts:
             if fits and scheduler.swapping.bring_back(group, [1] * len(group), draft, now_fs):
                 return True
             if scheduler.running:
+                self.blocked = Blocked(0, ())
                 return False
         missing = request.num_tokens - request.num_computed_tokens
         num_tokens = min(missing, scheduler.allowed(request, draft))
-        return bool(num_tokens) and scheduler.swapping.bring_back([request], [num_tokens], draft, now_fs)
+        if not num_tokens:
+            return False
+        self.blocked = Blocked(0, ())
+        return scheduler.swapping.bring_back([request], [num_tokens], draft, now_fs)
 
     def _try_start(self, request: Request, draft: Draft, now_fs: int) -> bool:
         """Start the head of the queue, or send it away; False leaves it where it is."""
@@ -97,6 +117,7 @@ class Starts:
             return True
         hits = scheduler.holdings.find(request)
         if request.spec.forking is not None and scheduler.running and not self._fits_with_others(request):
+            self.blocked = Blocked(0, None)
             return False
         if (
             scheduler.offload is not None
@@ -116,7 +137,7 @@ class Starts:
                 scheduler.waiting.pop(request)  # not even a token at a time
                 draft.unservable.append((request, outgrown))
                 return True
-        need = tables.need(request.table, 0, num_tokens, hits)
+        first = need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, scheduler.holdings.prompt_blocks(request, hits))
         may_start = self._may_start(request, need, draft, now_fs)
@@ -124,6 +145,7 @@ class Starts:
             return True
         allocation = tables.grow(request.table, 0, num_tokens, hits) if may_start else None
         if allocation is None:
+            self.blocked = Blocked(first if may_start else need, hits)
             return False
         scheduler.waiting.pop(request)
         scheduler.run(request, now_fs)
