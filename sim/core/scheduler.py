@@ -154,7 +154,7 @@ class Scheduler:
     @property
     def prompts_first(self) -> bool:
         """Whether the waiting are tried before the running take their blocks."""
-        return self._policy.batching is Batching.PREFILL_FIRST
+        return self._policy.batching in (Batching.PREFILL_FIRST, Batching.DECODE_FIRST)
 
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""

@@ -205,7 +205,7 @@ class EngineView:
 
     @property
     def has_full_attention(self) -> bool:
-        """Whether requests keep every block. With a sliding window they do not, and each is scheduled one by one."""
+        """Whether requests keep every block. With a sliding window they give back what is out of view while they run."""
         return not self._scheduler.holdings.windows
 
     @property
