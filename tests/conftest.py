@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from sim.core.clock import FS_PER_S
-
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpu.interpreter import Interpreter
     from tests.support.engine_driver import EngineDriver
 
 # Before anything imports them: a failed assert of a helper shows its values, as one of a test does.
@@ -57,6 +57,15 @@ def drive() -> type[EngineDriver]:
     return EngineDriver
 
 
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """A process in which kernels are interpreted."""
+    from gpu.interpreter import Interpreter
+
+    with Interpreter() as process:
+        yield process
+
+
 @pytest.fixture
 def cuda_device() -> str:
     """The name of a CUDA device; skips where there is none, and fails where REQUIRE_GPU=1 says that there must be one."""
@@ -69,19 +78,9 @@ def cuda_device() -> str:
     pytest.skip(reason)
 
 
-class SteadyTimer:
-    """Stands in for the timer of a device: steps of one to eight milliseconds, drawn from a seed."""
-
-    def __init__(self) -> None:
-        self._draw = random.Random(7)
-
-    def start(self) -> None: ...
-
-    def stop_fs(self) -> int:
-        return int(self._draw.uniform(1, 8) * FS_PER_S / 1000)
-
-
 @pytest.fixture
 def steady_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real runs whose steps are said to last the same on every machine, so that what happens in them does not depend on its load."""
+    from tests.support.steady_timer import SteadyTimer
+
     monkeypatch.setattr("gpu.executor.step_timer", lambda device, clock: SteadyTimer())

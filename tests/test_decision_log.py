@@ -53,7 +53,7 @@ def test_the_log_tells_of_blocks_that_slid_out_of_the_window() -> None:
 def test_the_log_has_every_rejection(arrival_ticks: int) -> None:
     log: list[dict[str, object]] = []
     specs = [request("runs", 0.0, 4, 1), request("too long", arrival_ticks * TICK_S, 5000, 1)]
-    record = run_world(engine(), COST, specs, check=True, decision_log=log.append)
+    record = run_world(engine(max_model_len=4096), COST, specs, check=True, decision_log=log.append)
     reason = record.requests[1].reason
     assert [rejected for entry in log for rejected in entry["rejected"]] == [("too long", reason)]
 

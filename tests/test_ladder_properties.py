@@ -1,6 +1,6 @@
 """Any degradation ladder leaps exactly, spares the guarded and ends every request."""
 
-import json
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +16,9 @@ from sim.core.ladder import ACTIONS, SIGNALS, LadderConfig, Rung
 from sim.core.preemption import last_admitted, worst_priority
 from sim.core.waiting import FcfsQueue, priority_queue
 from sim.costs.constant import FixedCost
-from sim.results.summary import mark_columns, request_columns, summarize, timeline_columns
-from sim.world import run_world
+from tests.support.leaping import Scenario, assert_leap_equals_step, everything
 
+COST = FixedCost(0.005, per_token_s=0.0001, per_context_token_s=0.00001, per_copied_block_s=0.002)
 NEEDS_VALUE = {
     "shrink_step": 0.25,
     "micro_batch": 3,
@@ -100,46 +100,26 @@ def scenarios(draw):
                 cancel_after_s=draw(st.sampled_from([None, None, 0.05])),
             )
         )
-    return config, policy, requests
-
-
-def everything(config, policy, requests, *, stepping):
-    log = []
-    record = run_world(
-        config,
-        FixedCost(0.005, per_token_s=0.0001, per_context_token_s=0.00001, per_copied_block_s=0.002),
-        requests,
-        policy=policy,
-        stepping=stepping,
-        check=True,
-        decision_log=lambda entry: log.append(json.dumps(entry)),
-    )
-    summary = summarize(record, scenario={}, seed=0, version="0")
-    summary.pop("core_time_s")
-    return log, summary, request_columns(record), timeline_columns(record), mark_columns(record), record
+    return Scenario(config, COST, tuple(requests), policy=policy)
 
 
 @settings(max_examples=150)
 @given(scenarios())
 def test_any_ladder_leaps_exactly_spares_the_guarded_and_ends_every_request(scenario):
-    config, policy, requests = scenario
-    leapt, stepped = (everything(config, policy, requests, stepping=stepping) for stepping in (False, True))
-    assert leapt[:5] == stepped[:5]
-    record = leapt[5]
+    assert_leap_equals_step(scenario)
+    record = scenario.run(stepping=False)
     assert all(pool.num_owned == 0 for pool in (recorder.core.pool for recorder in record.recorders))
     for request in record.requests:
         assert request.outcome is not None
-        if request.spec.priority <= policy.ladder.guard_priority:
+        if request.spec.priority <= scenario.policy.ladder.guard_priority:
             assert request.degraded == []
 
 
 @settings(max_examples=60)
 @given(scenarios())
 def test_a_ladder_with_all_rungs_off_is_the_base_policy(scenario):
-    config, policy, requests = scenario
+    policy = scenario.policy
     off = LadderConfig(rungs=(Rung(action="shed", signal="queue_s", on=1e9, off=1e9),))
     base = Policy(queue=policy.queue, victim=policy.victim, batching=policy.batching, swap=policy.swap)
-    idle = Policy(queue=policy.queue, victim=policy.victim, batching=policy.batching, swap=policy.swap, ladder=off)
-    assert (
-        everything(config, base, requests, stepping=False)[:5] == everything(config, idle, requests, stepping=False)[:5]
-    )
+    without, idle = (replace(scenario, policy=made) for made in (base, replace(base, ladder=off)))
+    assert everything(without, stepping=False) == everything(idle, stepping=False)

@@ -71,7 +71,7 @@ def test_every_request_ends_with_an_outcome_and_a_reason_and_every_block_is_back
 
 
 def test_a_rejection_says_what_was_asked_and_what_there_is() -> None:
-    config = engine(num_gpu_blocks=10, block_size=16)
+    config = engine(num_gpu_blocks=10, block_size=16, max_model_len=4096)
     specs = [
         request("no room", 0.0, 161, 1, max_tokens=1),
         request("fits exactly", 0.0, 160, 1, max_tokens=1),

@@ -1,4 +1,4 @@
-"""Results of runs that never were, row by row."""
+"""Results of runs that never were, row by row; and what to leave out when two runs are compared."""
 
 import io
 from dataclasses import dataclass
@@ -101,3 +101,8 @@ def printed(result, width=80):
     stream = io.StringIO()
     print_summary(result, Console(file=stream, width=width))
     return stream.getvalue()
+
+
+def without_clock(summary: dict[str, object]) -> dict[str, object]:
+    """A summary without what a clock on the wall says."""
+    return {key: value for key, value in summary.items() if key not in ("wall_time_s", "core_time_s")}
