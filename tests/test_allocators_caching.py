@@ -4,12 +4,7 @@ sizes, splits, merges.
 
 import pytest
 
-from sim.memory.allocators import (
-    CachingSettings,
-    NoRoom,
-    Placement,
-    UnknownAllocationError,
-)
+from sim.memory.allocators import CachingSettings, NoRoom, Placement, UnknownAllocationError
 from sim.memory.allocators.caching_sizes import round_size, segment_size
 from sim.memory.rounding import allocated_bytes
 from tests.support.caching import GIB, KIB, MIB, A, F, device, held, layout

@@ -2,11 +2,7 @@
 expandable segments.
 """
 
-from sim.memory.allocators import (
-    CachingSettings,
-    NoRoom,
-    Placement,
-)
+from sim.memory.allocators import CachingSettings, NoRoom, Placement
 from tests.support.caching import GIB, MIB, A, F, device, held, layout
 
 EXPANDABLE = CachingSettings(expandable_segments=True)

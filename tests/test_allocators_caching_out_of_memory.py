@@ -4,13 +4,7 @@ what it tries before it gives up, private pools, and what it says.
 
 import re
 
-from sim.memory.allocators import (
-    CachingAllocator,
-    CachingSettings,
-    DeviceMemory,
-    NoRoom,
-    Placement,
-)
+from sim.memory.allocators import CachingAllocator, CachingSettings, DeviceMemory, NoRoom, Placement
 from tests.support.caching import GIB, MIB, A, F, P, device, held, layout
 
 # -- the retry ladder --------------------------------------------------------------------------------------------------

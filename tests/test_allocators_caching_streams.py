@@ -2,11 +2,7 @@
 streams.
 """
 
-from sim.memory.allocators import (
-    CachingSettings,
-    NoRoom,
-    Placement,
-)
+from sim.memory.allocators import CachingSettings, NoRoom, Placement
 from tests.support.caching import GIB, MIB, A, P, device, held, layout
 
 

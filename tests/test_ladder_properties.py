@@ -5,12 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.core import (
-    Batching,
-    EngineConfig,
-    Policy,
-    RequestSpec,
-)
+from sim.core import Batching, EngineConfig, Policy, RequestSpec
 from sim.core.cpu_server import CpuExecutor
 from sim.core.ladder import ACTIONS, SIGNALS, LadderConfig, Rung
 from sim.core.preemption import last_admitted, worst_priority

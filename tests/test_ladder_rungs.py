@@ -2,13 +2,7 @@
 
 import pytest
 
-from sim.core import (
-    ConfigError,
-    Durations,
-    Outcome,
-    State,
-    StepResult,
-)
+from sim.core import ConfigError, Durations, Outcome, State, StepResult
 from sim.core.clock import FS_PER_S
 from sim.core.cpu_server import CpuExecutor
 from sim.core.ladder import Rung

@@ -1,9 +1,6 @@
 """A modelled caching allocator on a small device, and what it holds."""
 
-from sim.memory.allocators import (
-    CachingAllocator,
-    DeviceMemory,
-)
+from sim.memory.allocators import CachingAllocator, DeviceMemory
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -90,7 +90,6 @@ class RealDriver:
         self.now_fs = plan.start_fs + result.durations.total_fs
         self.core.commit(plan, result, self.now_fs)
         return done
-        return plan
 
     def serve(self) -> list[Done]:
         """Step until nobody is left; what the last step released is told by the next plan."""
