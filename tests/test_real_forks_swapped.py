@@ -6,19 +6,11 @@ import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
 from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
-
-
-class Clock:
-    """Three milliseconds a step, so that what a test sees does not depend on the machine."""
-
-    def start(self) -> None: ...
-
-    def stop_fs(self) -> int:
-        return 3 * 10**12
+from tests.support.steady_timer import SteadyTimer
 
 
 def timed(inner):
-    inner._timer = Clock()
+    inner._timer = SteadyTimer()
     return inner
 
 

@@ -1,7 +1,5 @@
 """Shedding and pausing look at the whole queue, whatever its order: by hand, and as properties over every order."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,8 +20,7 @@ from sim.core.policies import (
 from sim.core.preemption import worst_priority
 from sim.core.waiting import FcfsQueue, aging_queue, priority_queue
 from sim.costs.constant import FixedCost
-from sim.results.summary import mark_columns, request_columns, summarize, timeline_columns
-from sim.world import run_world
+from tests.support.leaping import Scenario, assert_leap_equals_step
 
 ORDERS = {
     "fcfs": FcfsQueue,
@@ -260,29 +257,13 @@ def scenarios(draw):
     return config, policy, requests, limit_s
 
 
-def everything(config, policy, requests, *, stepping):
-    log = []
-    record = run_world(
-        config,
-        FixedCost(0.005, per_token_s=0.0001),
-        requests,
-        policy=policy,
-        stepping=stepping,
-        check=True,
-        decision_log=lambda entry: log.append(json.dumps(entry)),
-    )
-    summary = summarize(record, scenario={}, seed=0, version="0")
-    summary.pop("core_time_s")
-    return [log, summary, request_columns(record), timeline_columns(record), mark_columns(record)], record.requests
-
-
 @settings(max_examples=150)
 @given(scenarios())
 def test_leaping_is_stepping_nobody_at_the_guard_is_touched_and_nobody_goes_before_its_time(scenario):
     config, policy, requests, limit_s = scenario
-    leapt, ended = everything(config, policy, requests, stepping=False)
-    assert leapt == everything(config, policy, requests, stepping=True)[0]
-    for request in ended:
+    world = Scenario(config, FixedCost(0.005, per_token_s=0.0001), tuple(requests), policy=policy)
+    assert_leap_equals_step(world)
+    for request in world.run(stepping=False).requests:
         assert request.outcome is not None
         if request.spec.priority <= policy.ladder.guard_priority:
             assert request.degraded == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -16,21 +15,14 @@ from sim.core.plan import StepPlan, StepResult
 from sim.core.policies import MaxKvBlocks, PriorityShares
 from sim.core.policies.reservation import FullReservation
 from sim.core.policy import Batching, Policy
-from sim.core.request import RequestSpec
 from sim.core.waiting import FcfsQueue, priority_queue
 from sim.costs.constant import FixedCost
-from sim.results.summary import mark_columns, request_columns, summarize, timeline_columns
 from sim.world import run_world
 from sim.world.executors import ModelExecutor
+from tests.support.leaping import Scenario, assert_leap_equals_step, at
+from tests.support.roomy import TICK_S
 
-TICK_S = 2.0**-10
 COST = FixedCost(8 * TICK_S, per_token_s=TICK_S, per_context_token_s=TICK_S / 64)
-
-
-def at(tick, name, input_tokens, output_tokens, **fields):
-    return RequestSpec(
-        request_id=name, arrival_s=tick * TICK_S, input_tokens=input_tokens, output_tokens=output_tokens, **fields
-    )
 
 
 class Counted:
@@ -46,22 +38,6 @@ def plans_and_steps(config, requests, policy=None):
     calls: Counter[str] = Counter()
     record = run_world(config, COST, requests, policy=policy, executor=lambda core: Counted(calls))
     return calls["plans"], record.recorders[0].core.steps
-
-
-def everything(config, requests, policy, *, stepping):
-    log = []
-    record = run_world(
-        config,
-        COST,
-        requests,
-        policy=policy,
-        stepping=stepping,
-        check=True,
-        decision_log=lambda entry: log.append(json.dumps(entry)),
-    )
-    summary = summarize(record, scenario={}, seed=0, version="0")
-    summary.pop("core_time_s")
-    return log, summary, request_columns(record), timeline_columns(record), mark_columns(record)
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------------------
@@ -130,8 +106,7 @@ def test_a_head_that_lacks_many_blocks_does_not_make_the_engine_step(kinds, num_
     plans, steps = plans_and_steps(config, requests)
     assert steps == 405
     assert plans <= 12
-    leapt, stepped = (everything(config, requests, Policy(), stepping=stepping) for stepping in (False, True))
-    assert leapt == stepped
+    assert_leap_equals_step(Scenario(config, COST, tuple(requests)))
 
 
 @pytest.mark.parametrize("max_repeat", [1, None])
@@ -236,5 +211,4 @@ def test_windows_leap_as_they_step(admission, config, requests, data):
         swap=config.num_cpu_blocks > 0,
         **made,
     )
-    leapt, stepped = (everything(config, requests, policy, stepping=stepping) for stepping in (False, True))
-    assert leapt == stepped
+    assert_leap_equals_step(Scenario(config, COST, tuple(requests), policy=policy))
