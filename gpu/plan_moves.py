@@ -1,7 +1,8 @@
 """PlanMoves: what a plan does to blocks before anything is computed, and the device's book of who holds them.
 
-Order, for one plan: saves, forks, swap-outs, releases, copies, swap-ins, loads. Forks share blocks that the releases give back,
-swap-outs read them, releases make room that copies, swap-ins and loads fill. A move that ran out of memory stays in the
+Order, for one plan: what slid out of windows, saves, forks, swap-outs, releases, copies, swap-ins, loads. What slid out in the stretch
+before, the core may have given to anybody since; forks share blocks that the releases give back, swap-outs read them, releases make
+room that copies, swap-ins and loads fill. A move that ran out of memory stays in the
 journal with all that follow, and is done before the next plan's: the core has taken the step back, so nobody has written in
 between.
 """
@@ -58,6 +59,9 @@ class PlanMoves:
         """
         self._copied_away.update(source for source, _ in plan.copies)
         never_used = self._unsettled | self._loading | set(plan.preempted)
+        for request_id, blocks in plan.slid:
+            slide = partial(self._release, request_id, blocks, strict=request_id not in never_used)
+            self._put(f"what slid out of the window of {request_id}", slide)
         for _, pairs in plan.saves:
             self._put("save to the prefix tier", partial(self.cpu.save, pairs))
         releases = list(plan.releases)
