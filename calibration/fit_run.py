@@ -40,6 +40,8 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
     about, made = run.document["model"], run.document["settings"]
     limits = run.document["limits"]
     provenance = run.document["provenance"]
+    kernels = f"triton {provenance['triton']}" if provenance["device"] == "cuda" else "torch twins of its kernels"
+    engine = f"kvtwin executor {provenance['kvtwin_version']}, torch {provenance['torch']}, {kernels}"
     return document(
         name=f"{device}.{about['name']}.tp1",
         kind="model",
@@ -70,14 +72,13 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
             name: {"us": round(value, 5), "interval": _interval(value, [one.values[name] for one in draws])}
             for name, value in model.values.items()
         },
-        memory=fit_memory(points.shapes, points.workspace_bytes, run.steps, run.document["memory"]),
+        memory=fit_memory(points.shapes, points.workspace_bytes, run, engine=engine),
         quality=points.quality.as_dict(),
         identifiability=_notes(points, model, draws),
         provenance={
             "source": f"measured by kvtwin's own executor, {len(run.steps)} steps in {run.spent_s:.0f} s",
             "licence": LICENCE,
-            "engine": f"kvtwin executor {provenance['kvtwin_version']}, torch {provenance['torch']}, "
-            + (f"triton {provenance['triton']}" if provenance["device"] == "cuda" else "torch twins of its kernels"),
+            "engine": engine,
             "measured_on": provenance["device_name"],
             "measured_at": provenance["date"],
             "measured_with": provenance["command"],

@@ -108,6 +108,10 @@ def measure(
     session = Session(rig, points, settings.seed, before, budget_s, started_s)
     document = _document(settings, shape, limits, before, facts, rig.memory)
     session.work(lambda steps: write_run(out, document, steps), tell)
+    at_end = rig.non_torch_bytes()
+    if at_end is not None:
+        document["memory"] = {**document["memory"], "non_torch_bytes_at_end": at_end}
+        write_run(out, document, session.steps)
     return read_run(out)
 
 
@@ -139,7 +143,7 @@ def _document(
     limits: Limits,
     before: StepRun | None,
     facts: dict[str, Any],
-    memory: dict[str, int | None],
+    memory: dict[str, Any],
 ) -> dict[str, Any]:
     sessions = [*(before.document["sessions"] if before else ()), {"date": facts["date"], "command": facts["command"]}]
     return {

@@ -42,6 +42,11 @@ class Session:
         self._warm_until_s = spent_s + (budget_s - spent_s) * MOST_WARM_UP
 
     @property
+    def steps(self) -> list[Step]:
+        """What was timed so far, in earlier sessions too."""
+        return self._steps
+
+    @property
     def _spent_s(self) -> float:
         return time.perf_counter() - self._started_s
 

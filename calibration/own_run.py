@@ -60,7 +60,7 @@ def read_own_run(folder: Path) -> RecordedRun:
         raise CalibrationError(
             f"{folder / 'provenance.json'}: it does not say {missing[0]!r}; a run of unknown origin is not judged"
         )
-    scenario = _scenario(summary["scenario"], folder)
+    scenario = _scenario(summary["scenario"], folder).with_(num_gpu_blocks_override=int(summary["num_gpu_blocks"]))
     specs = _requests(scenario, folder)
     table = read_csv(folder / "requests.csv", REQUEST_COLUMNS)
     _check_same(specs, table, folder)

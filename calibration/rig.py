@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gpu.batch import Sampling
+from gpu.device import find_device
 from gpu.executor import TorchExecutor
 from gpu.readings import StepReading, process_bytes
 from gpu.real_engine import RealEngine
@@ -27,8 +28,12 @@ from sim.core.need import blocks_for
 from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
 from sim.core.request import RequestSpec
 
-from .design import DesignPoint, Limits
+from .design import DesignPoint, Limits, Share
 from .errors import CalibrationError
+from .rig_memory import Before, memory_lines, non_torch_bytes
+
+FIRST_STEPS = ((Share(16, 0, True),), (Share(1, 15, True, True), Share(1, 15, True, True)))
+"""A prompt and two decodes, run once before memory is read: libraries load kernels and take their workspaces at the first call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,7 @@ class StepRig:
     ) -> None:
         """Raises ConfigError for a model or device that cannot be run, OutOfMemoryError when it does not fit."""
         self.limits, self.shape = limits, shape
-        before = process_bytes()
+        before = Before.now(find_device(device))
         self._engine = RealEngine(
             RealSettings(
                 shape=shape,
@@ -94,7 +99,10 @@ class StepRig:
         self._draw = random.Random(f"{seed}:blocks")
         self._step = 0
         self._reading: StepReading | None = None
-        self.memory = self._memory(before)
+        for shares in FIRST_STEPS:
+            self.run(DesignPoint(point=0, group="warm-up", shares=shares))
+        self._before = before
+        self.memory = memory_lines(self.executor, limits, before)
         """Bytes that are always there, by ledger line."""
 
     def run(self, point: DesignPoint) -> Timed:
@@ -106,6 +114,14 @@ class StepRig:
         blocks = self._draw.sample(range(1, self.limits.num_gpu_blocks + 1), point.blocks(self.limits.block_size))
         self._run(point, blocks)
         return self._run(point, blocks)
+
+    def non_torch_bytes(self) -> int | None:
+        """What is in use on a GPU now beside tensors and graphs; None on the CPU, whose process grows with whoever measures."""
+        return (
+            None
+            if self.executor.pool.device.type == "cpu"
+            else non_torch_bytes(self.executor, self._before, self.memory)
+        )
 
     def _run(self, point: DesignPoint, blocks: list[int]) -> Timed:
         size, ids = self.limits.block_size, iter(blocks)
@@ -210,15 +226,3 @@ class StepRig:
             kv = pool.layer(layer).kv
             if kv.element_size() > 1:
                 kv.normal_(generator=generator)
-
-    def _memory(self, before: int | None) -> dict[str, int | None]:
-        executor, counters = self.executor, self.executor.pool.counters()
-        return {
-            "weights_bytes": executor.model.weights.num_bytes,
-            "kv_cache_bytes": counters.reserved_bytes,
-            "kv_block_bytes": counters.reserved_bytes // (self.limits.num_gpu_blocks + 1),
-            "workspace_bytes": executor.workspace.num_bytes,
-            "process_bytes_before_model": before,
-            "process_bytes": process_bytes(),
-            "device_reserved_bytes": counters.device_reserved_bytes,
-        }

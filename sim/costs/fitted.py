@@ -102,6 +102,22 @@ def chosen_profile(chosen: str, model: ModelShape, device: Gpu, tensor_parallel_
     return _chosen(chosen, model, device, tensor_parallel_size, quantized, [])
 
 
+def memory_profile(chosen: str, model: ModelShape, device: Gpu, tensor_parallel_size: int) -> ProfileFile | None:
+    """The file whose memory lines an account may use: the one that is named, or with `auto` the one of this very model and device.
+
+    None where there is none. Raises: ConfigError as `read_profile`; OSError.
+    """
+    if chosen == AUTO:
+        names = [name for name in profile_names() if name.startswith(f"{device.name}.")]
+        for profile in (read_profile(FOLDER / f"{name}.json") for name in names):
+            if profile.tensor_parallel_size == tensor_parallel_size and _is(profile, model):
+                return profile
+        return None
+    if chosen in profile_names():
+        return read_profile(FOLDER / f"{chosen}.json")
+    return read_profile(Path(chosen)) if Path(chosen).is_file() else None
+
+
 def _chosen(
     chosen: str, model: ModelShape, device: Gpu, tp: int, quantized: str | None, notes: list[str]
 ) -> ProfileFile:
