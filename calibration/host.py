@@ -47,6 +47,17 @@ class CorrectionFit:
     """Relative error left at each observation."""
     identified: tuple[str, ...]
     """Which terms the observations can tell; the others are 0."""
+    slopes: Array
+    """Relative change of each observation for `PROBES` of each identified term, where the fit ended; `[observations, terms]`."""
+
+    def drawn(self, off: Array) -> Correction:
+        """The correction that observations ask for which are off by `off` under the one that was found, by its slopes; at least 0."""
+        from scipy.optimize import nnls
+
+        probes = np.asarray([PROBES[term] for term in self.identified])
+        here = np.asarray([getattr(self.found, term) for term in self.identified]) / probes
+        solved, _ = nnls(self.slopes, self.slopes @ here - off)
+        return Correction(**{term: float(value) for term, value in zip(self.identified, solved * probes, strict=True)})
 
 
 def corrected(cost: FittedProfile, correction: Correction) -> FittedProfile:
@@ -75,6 +86,7 @@ def fit_correction(
 
     here = np.zeros(len(terms))
     tried: list[tuple[float, Array, Array]] = []
+    slopes = np.zeros((measured.size, len(terms)))
     for _ in range(ROUNDS):
         now = predict(of(here))
         off = now / measured - 1
@@ -86,7 +98,7 @@ def fit_correction(
     off = predict(of(here)) / measured - 1
     tried.append((float(np.sum(off**2)), here, off))
     _, best, left = min(tried, key=lambda one: one[0])
-    return CorrectionFit(found=of(best), residuals=tuple(left.tolist()), identified=terms)
+    return CorrectionFit(found=of(best), residuals=tuple(left.tolist()), identified=terms, slopes=slopes)
 
 
 def text(correction: Correction) -> str:

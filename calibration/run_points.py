@@ -27,6 +27,8 @@ class Points:
     """Mean of the repeats that were kept, `[points]`. The mean, because what a run takes is a sum of steps."""
     repeats: npt.NDArray[np.int_]
     """How many those were."""
+    noise: Array
+    """Standard deviation of each such mean, relative: by what repeats of all steps together differ."""
     workspace_bytes: Array
     """Most of any repeat."""
     kinds: npt.NDArray[np.str_]
@@ -47,6 +49,7 @@ def points_of(run: StepRun) -> Points:
     for index in np.flatnonzero(kept).tolist():
         by_point.setdefault(run.steps[index].point, []).append(index)
     shapes, time_us, repeats, workspace = [], [], [], []
+    squares = 0.0
     for point in sorted(by_point):
         mine = [run.steps[index] for index in by_point[point]]
         shapes.append(mine[0].shape)
@@ -56,6 +59,7 @@ def points_of(run: StepRun) -> Points:
             )
         time_us.append(float(np.mean([step.duration_us for step in mine])))
         repeats.append(len(mine))
+        squares += float(np.sum((np.asarray([step.duration_us for step in mine]) / time_us[-1] - 1) ** 2))
         workspace.append(max(step.workspace_bytes for step in mine))
     kinds = np.asarray([kind_of(shape) for shape in shapes])
     for kind, least in LEAST_POINTS.items():
@@ -65,10 +69,13 @@ def points_of(run: StepRun) -> Points:
                 f"{run.name}: {count} different {kind} steps cannot identify the terms of {kind} steps; at least {least} are needed: "
                 "measure with a larger --budget"
             )
+    free = sum(repeats) - len(repeats)
+    spread = (squares / free) ** 0.5 if free else 0.0
     return Points(
         shapes=tuple(shapes),
         time_us=np.asarray(time_us),
         repeats=np.asarray(repeats),
+        noise=spread / np.sqrt(np.asarray(repeats, dtype=np.float64)),
         workspace_bytes=np.asarray(workspace, dtype=np.float64),
         kinds=kinds,
         served_by=np.asarray([run.steps[by_point[point][0]].served_by for point in sorted(by_point)]),

@@ -144,10 +144,12 @@ def _print_intervals(case: Case, run: RecordedRun, cost: CostModel) -> None:
     shown = []
     for name, of in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("e2el", "e2el_s")):
         measured = float(np.nanmean(getattr(run, of)))
-        low, high = interval([float(np.nanmean(getattr(twin, of))) / measured - 1 for twin in twins])
-        shown.append(f"{name} mean [{low:+.1%}, {high:+.1%}]")
-    low, high = interval([twin.makespan_s / run.makespan_s - 1 for twin in twins])
-    print(f"    90 % of {DRAWS} draws of the profile: {', '.join(shown)}, makespan [{low:+.1%}, {high:+.1%}]")
+        low, high = interval([float(np.nanmean(getattr(twin, of))) / measured for twin in twins])
+        shown.append(f"{name} mean [{low - 1:+.1%}, {high - 1:+.1%}]")
+    low, high = interval([twin.makespan_s / run.makespan_s for twin in twins])
+    print(
+        f"    90 % intervals by {DRAWS} draws of the profile: {', '.join(shown)}, makespan [{low - 1:+.1%}, {high - 1:+.1%}]"
+    )
 
 
 def _print_preempted(run: RecordedRun, twin: SimulatedRun) -> None:

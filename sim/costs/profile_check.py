@@ -58,6 +58,8 @@ def check_profile(data: Any, where: str) -> None:
     ranks = data.get("tensor_parallel_size", 1)
     if not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(f"{where}: tensor_parallel_size is {ranks!r}; it is a whole number of GPUs, 1 or more")
+    if "drawn_terms" in data:
+        _check_numbers(data["drawn_terms"], where, "drawn_terms")
     for key in ("range", "host", _BODY[data["kind"]]):
         _check_numbers(data[key], where, key)
 
