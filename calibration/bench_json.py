@@ -56,6 +56,9 @@ def read_bench(path: Path) -> RecordedRun:
         e2el_s=e2el[order],
         finished_s=(start - start.min() + e2el)[order],
         itl_s=_statistics(gaps) if gaps.size else None,
+        itl_gaps_s=tuple(np.asarray(document["itls"][good[i]], dtype=np.float64) for i in order.tolist())
+        if gaps.size
+        else None,
     )
 
 

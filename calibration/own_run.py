@@ -6,6 +6,7 @@ same prompts, prefixes and clients.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from sim.simulation import build_workload, engine_config
 from .errors import CalibrationError
 from .runs import RecordedRun
 from .tables import read_csv
+from .tent import Array
 from .twin import state_at
 
 SCHEMA_VERSION = 1
@@ -96,9 +98,31 @@ def read_own_run(folder: Path) -> RecordedRun:
         ticks_s=ticks,
         trajectories=state_at(timeline, ticks, summary["num_gpu_blocks"]),
         itl_s={name: float(value) for name, value in summary["itl_s"].items() if name in ("mean", "p50", "p90", "p99")},
+        itl_gaps_s=_gaps(folder / "itl.csv", specs),
         num_preemptions=int(summary["num_preemptions"]),
+        preemptions=table["preemptions"].to_numpy(int) if "preemptions" in table.columns else None,
         scenario=scenario,
     )
+
+
+def _gaps(path: Path, specs: Sequence[RequestSpec]) -> tuple[Array, ...] | None:
+    """Every gap between tokens, by request; None for a folder of an earlier kvtwin, which kept none.
+
+    Raises: CalibrationError for a gap that is no time.
+    """
+    if not path.is_file():
+        return None
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = {row["request_id"]: row["itl_s"] for row in csv.DictReader(file)}
+    try:
+        found = {name: np.asarray(text.split(), dtype=np.float64) for name, text in rows.items()}
+    except (AttributeError, ValueError) as error:
+        raise CalibrationError(f"{path}: column 'itl_s' holds seconds, separated by spaces: {error}") from error
+    if any(not (np.isfinite(gaps).all() and (gaps >= 0).all()) for gaps in found.values()):
+        raise CalibrationError(
+            f"{path}: column 'itl_s' holds a gap that is no time; gaps are finite and at least 0 seconds"
+        )
+    return tuple(found.get(spec.request_id, np.zeros(0)) for spec in specs)
 
 
 def _json(path: Path) -> dict[str, Any]:

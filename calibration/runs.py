@@ -48,8 +48,12 @@ class RecordedRun:
     """`running`, `waiting`, and `kv_usage` (a share) where it was recorded, `[ticks]`."""
     itl_s: Mapping[str, float] | None = None
     """Inter-token latency over all tokens, by statistic (`mean`, `p50`, `p90`, `p99`), where it was recorded."""
+    itl_gaps_s: tuple[Array, ...] | None = None
+    """The same, gap by gap, for each request (none for one that did not finish), where each was recorded."""
     num_preemptions: int | None = None
     """Preemptions, where they were counted."""
+    preemptions: npt.NDArray[np.int_] | None = None
+    """The same by request, where that was recorded."""
     scenario: Scenario | None = None
     """What was run, where the run says so: that of its twin, but for the prices."""
 

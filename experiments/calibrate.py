@@ -191,6 +191,12 @@ def judge_command(
     tail_margin: Annotated[
         float, typer.Option("--tail-margin", metavar="SHARE", help="The same for percentiles and trajectories.")
     ] = 0.10,
+    preemption_margin: Annotated[
+        float,
+        typer.Option(
+            "--preemption-margin", metavar="SHARE", help="How far the ratio of preemptions may be off, either way."
+        ),
+    ] = 0.25,
     num_draws: Annotated[
         int,
         typer.Option(
@@ -222,7 +228,7 @@ def judge_command(
         raise CalibrationError("the requests are the recorded run's: leave --trace and --workload out")
     check_draws(num_draws, "--draws")
     make_room(None, html)
-    margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin)
+    margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin, preemptions=preemption_margin)
     run = read_run(recorded, prefixes)
     if run.scenario is not None:  # it says itself what was run; flags change that
         scenario = run.scenario.with_(**{name: keys for name, keys in scenario.given().items() if keys})

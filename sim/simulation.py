@@ -79,6 +79,7 @@ def simulate(
     from sim.results import (
         Result,
         bill_columns,
+        itl_columns,
         mark_columns,
         memory_columns,
         oom_log,
@@ -158,6 +159,7 @@ def simulate(
         mark_columns=mark_columns(record),
         memory_columns=memory_columns(record) if ran is None else ran.memory_columns(),
         bill_columns=bill_columns(record.requests, config.slots_per_block, memory.block_bytes(config.num_gpu_blocks)),
+        itl_columns=itl_columns(record) if ran is not None else {},
         oom_log=oom_log(record, _arguments(resolved, config)),
         oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,

@@ -69,7 +69,7 @@ def test_a_device_that_does_what_its_profile_says_is_equivalent_to_the_digit(exa
     assert judged.verdict == EQUIVALENT
     document = judged.as_dict()
     assert document["preemptions"]["measured"] == document["preemptions"]["predicted"] > 0
-    assert set(document["margins"]) == {"mean", "tail", "trajectory"}
+    assert set(document["margins"]) == {"mean", "tail", "trajectory", "preemptions"}
 
 
 def test_a_drift_of_thirty_per_cent_is_caught_within_generous_margins(tmp_path: Path) -> None:
