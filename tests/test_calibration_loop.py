@@ -125,7 +125,7 @@ def test_judge_as_a_user_types_it(exact: Path, tmp_path: Path, capsys: pytest.Ca
     assert kvtwin([*command, "--draws", "4", "--html", str(html), "--json"]) == 0
     tpot = next(one for one in json.loads(capsys.readouterr().out)["metrics"] if one["name"] == "tpot_mean_s")
     assert tpot["predicted_low"] <= tpot["measured"] <= tpot["predicted_high"]
-    assert f"({tpot['predicted_low']:.4g} to" in html.read_text()
+    assert f"{tpot['predicted_low'] * 1e3:.4g} ms to" in html.read_text()
 
 
 def test_requests_that_did_not_finish_are_left_out_of_the_comparison(exact: Path) -> None:
