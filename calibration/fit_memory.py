@@ -17,11 +17,15 @@ import numpy as np
 from sim.core.plan import BatchShape
 from sim.memory.measured import LIMIT_TERMS, SCHEMA_VERSION, STEP_TERMS, limit_features, step_features
 
+from .errors import CalibrationError
 from .max_affine import fit_max_affine, predict_max_affine
 from .split import error_summary, held_out_mask
 from .step_log import Step, StepRun
 from .tent import Array
+from .text_files import check_keys, numbers
 
+LEAST_ROWS = len(LIMIT_TERMS)
+"""Fewer limits cannot tell their terms apart."""
 PHASES = 3
 """Attention, feed-forward, and LM head."""
 NEEDED = ("weights_bytes", "buffers_bytes", "non_torch_bytes", "cuda_graphs_bytes", "context_bytes", "by_limits")
@@ -53,7 +57,7 @@ def fit_memory(shapes: Sequence[BatchShape], workspace_bytes: Array, run: StepRu
         "workspace_interval": _interval(workspace_bytes[held] / predicted - 1),
         "process_growth_bytes": _growth(run.steps),
     }
-    if any(name not in always for name in NEEDED):
+    if not _has_lines(always, run.name):
         return found
     return {
         "schema_version": SCHEMA_VERSION,
@@ -70,6 +74,27 @@ def predict_workspace(memory: Mapping[str, Any], shapes: Sequence[BatchShape]) -
     """Bytes of workspace that steps need, by the part `memory` of a profile; `[steps]`."""
     weights = np.asarray([[phase[name] for name in STEP_TERMS] for phase in memory["workspace_phases"]])
     return predict_max_affine(weights, memory_features(shapes))
+
+
+def _has_lines(always: Mapping[str, Any], name: str) -> bool:
+    """Whether a run says what lines are made of; one of an earlier kvtwin says nothing of limits.
+
+    Raises: CalibrationError for one that says some of it.
+    """
+    if "by_limits" not in always:
+        return False
+    check_keys(always, NEEDED, f"{name}: memory")
+    rows = always["by_limits"]
+    sizes = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "workspace_bytes", "buffers_bytes")
+    if not isinstance(rows, list) or len(rows) < LEAST_ROWS:
+        raise CalibrationError(f"{name}: memory by_limits has too few rows to fit; at least {LEAST_ROWS} are needed")
+    for row in rows:
+        check_keys(row, sizes, f"{name}: memory by_limits")
+        numbers([row[size] for size in sizes], f"{name}: memory by_limits", least=1.0)
+    for line in NEEDED[:-1]:
+        if always[line] is not None or line == "weights_bytes":
+            numbers([always[line]], f"{name}: memory {line}", least=0.0)
+    return True
 
 
 def _lines(always: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:

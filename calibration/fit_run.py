@@ -81,7 +81,7 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
         },
         memory=fit_memory(points.shapes, points.workspace_bytes, run, engine=engine),
         quality=points.quality.as_dict(),
-        identifiability=_notes(points, model, draws),
+        identifiability=_notes(points, model, draws, run.document["memory"]),
         provenance={
             "source": f"measured by kvtwin's own executor, {len(run.steps)} steps in {run.spent_s:.0f} s",
             "licence": LICENCE,
@@ -203,7 +203,7 @@ def _interval(value: float, drawn: list[float], steps: int) -> list[float]:
     return [round(max(-1.0, -half / value), 5), round(half / value, 5)] if value > 0 else [0.0, round(half, 5)]
 
 
-def _notes(points: Points, model: StepModel, draws: list[StepModel]) -> list[str]:
+def _notes(points: Points, model: StepModel, draws: list[StepModel], memory: Mapping[str, Any]) -> list[str]:
     """What the steps cannot tell, and what a reader must know."""
     notes = list(points.quality.flags)
     for name, (share, partner) in told_apart(points.shapes, points.time_us, model.knots).items():
@@ -224,6 +224,10 @@ def _notes(points: Points, model: StepModel, draws: list[StepModel]) -> list[str
         notes.append(
             "decodes were served by captured graphs, steps with prompt chunks eagerly: the gap between the two is in chunk_launch; "
             "padding to the sizes of graphs is not told apart from the work"
+        )
+    if "by_limits" not in memory:
+        notes.append(
+            "the run says nothing of memory under other limits (an earlier kvtwin measured it): no memory lines for the account"
         )
     notes.append(
         "decodes and prompt chunks of a step run one after the other in this executor: their attention is added"

@@ -7,7 +7,7 @@ same prompts, prefixes and clients.
 from __future__ import annotations
 
 import csv
-import json
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +26,9 @@ from sim.simulation import build_workload, engine_config
 
 from .errors import CalibrationError
 from .runs import RecordedRun
-from .tables import read_csv
+from .tables import checked, read_csv
 from .tent import Array
+from .text_files import check_keys, read_object, read_text
 from .twin import state_at
 
 SCHEMA_VERSION = 1
@@ -36,6 +37,7 @@ TIME_COLUMNS = ("ttft_s", "tpot_s", "e2el_s", "finished_s", "scheduled_s")
 TIMELINE_COLUMNS = ("time_s", "duration_s", "running", "waiting", "used_blocks")
 TICKS = 400
 """Moments at which trajectories are compared."""
+SUMMARY_KEYS = ("scenario", "num_gpu_blocks", "itl_s", "num_preemptions")
 PROVENANCE_KEYS = ("kvtwin_version", "date")
 
 
@@ -45,7 +47,7 @@ def read_own_run(folder: Path) -> RecordedRun:
     Raises: CalibrationError when it is a simulation, has no provenance, another schema version, missing columns, or requests that are
     not those of its scenario; OSError.
     """
-    summary = _json(folder / "summary.json")
+    summary = read_object(folder / "summary.json")
     if "executors" not in summary:
         raise CalibrationError(
             f"{folder}: nothing was measured in this run, it is a simulation; run it with --executor torch"
@@ -54,9 +56,10 @@ def read_own_run(folder: Path) -> RecordedRun:
         raise CalibrationError(
             f"{folder}: its summary has schema version {summary.get('schema_version')!r}, this version of kvtwin reads {SCHEMA_VERSION}"
         )
+    check_keys(summary, SUMMARY_KEYS, str(folder / "summary.json"))
     if not (folder / "provenance.json").is_file():
         raise CalibrationError(f"{folder}: no provenance.json; a run on an unknown device is not judged")
-    provenance = _json(folder / "provenance.json")
+    provenance = read_object(folder / "provenance.json")
     missing = [key for key in PROVENANCE_KEYS if not provenance.get(key)]
     if missing:
         raise CalibrationError(
@@ -69,16 +72,17 @@ def read_own_run(folder: Path) -> RecordedRun:
     finished = (table["outcome"] == "finished").to_numpy()
 
     def times(name: str) -> Any:
-        if name not in table.columns:
-            read_csv(folder / "requests.csv", (name,))  # says what is missing, or in which other unit it is
+        checked(table[finished], (name,), str(folder / "requests.csv"), 0, gaps=True)
         return np.where(finished, table[name].to_numpy(float), np.nan)
 
     columns = {name: times(name) for name in TIME_COLUMNS}
+    if not finished.any():
+        raise CalibrationError(f"{folder}: none of its {len(specs)} requests finished; there is nothing to compare")
     start = min(spec.arrival_s for spec in specs)
     rows = read_csv(folder / "timeline.csv", TIMELINE_COLUMNS)
     timeline = {name: rows[name].to_numpy(float) for name in TIMELINE_COLUMNS}
     ticks = np.linspace(start, float(np.nanmax(columns["finished_s"])), TICKS, endpoint=False)
-    machine = summary["executors"][0].get("machine")
+    machine = next((one.get("machine") for one in summary["executors"]), None)
     if not machine:
         raise CalibrationError(
             f"{folder / 'summary.json'}: it does not say on which machine it ran; a run of unknown origin is not judged"
@@ -112,8 +116,13 @@ def _gaps(path: Path, specs: Sequence[RequestSpec]) -> tuple[Array, ...] | None:
     """
     if not path.is_file():
         return None
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = {row["request_id"]: row["itl_s"] for row in csv.DictReader(file)}
+    table = csv.DictReader(io.StringIO(read_text(path)))
+    for column in ("request_id", "itl_s"):
+        if column not in (table.fieldnames or ()):
+            raise CalibrationError(
+                f"{path}: column {column!r} is missing; it has {', '.join(table.fieldnames or ()) or 'none'}"
+            )
+    rows = {row["request_id"]: row["itl_s"] for row in table}
     try:
         found = {name: np.asarray(text.split(), dtype=np.float64) for name, text in rows.items()}
     except (AttributeError, ValueError) as error:
@@ -123,16 +132,6 @@ def _gaps(path: Path, specs: Sequence[RequestSpec]) -> tuple[Array, ...] | None:
             f"{path}: column 'itl_s' holds a gap that is no time; gaps are finite and at least 0 seconds"
         )
     return tuple(found.get(spec.request_id, np.zeros(0)) for spec in specs)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CalibrationError(f"{path}: not the file of a run: it holds no object")
-    return document
 
 
 def _scenario(tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Scenario:

@@ -119,7 +119,11 @@ def test_judge_as_a_user_types_it(exact: Path, tmp_path: Path, capsys: pytest.Ca
     assert kvtwin([*command, "--html", str(html), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == EQUIVALENT
     text = html.read_text()
-    assert "inter-token latency (ITL), p99" in text and "Preemptions" in text and "http" not in text.replace("http://www.w3.org", "")
+    assert (
+        "inter-token latency (ITL), p99" in text
+        and "Preemptions" in text
+        and "http" not in text.replace("http://www.w3.org", "")
+    )
     assert kvtwin([*command, "--max-num-seqs", "2", "--json"]) == 1, "another engine is another run"
     capsys.readouterr()
     assert kvtwin([*command, "--draws", "4", "--html", str(html), "--json"]) == 0

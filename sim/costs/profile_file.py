@@ -118,7 +118,7 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
             gap_s=profile.gap_s(num_layers, profile.tensor_parallel_size),
             **profile.host_s(),
             samples=samples(profile),
-            drawn=tuple(profile.data.get("drawn_terms", ())),
+            drawn=_drawn(profile.data),
             spreads=spreads(profile),
             host_samples=host_samples(profile),
             padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
@@ -144,6 +144,14 @@ def tables_of(terms: Mapping[str, Any]) -> dict[str, Any]:
         "chunk_launch_s": float(terms["chunk_launch_us"]) * _US,
         "excess_token_s": _measured_s(terms, "excess_token_us", 0.0),
     }
+
+
+def _drawn(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The draws of all tables, each of which can be read."""
+    found = tuple(data.get("drawn_terms", ()))
+    for draw in found:
+        tables_of(draw)
+    return found
 
 
 def _measured_s(terms: Mapping[str, Any], name: str, otherwise_s: float) -> float:
