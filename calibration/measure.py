@@ -107,35 +107,52 @@ def measure(
         seconds = _check_making(settings, shape, budget_s - spent_s)
         tell(f"making the model, about {seconds:.0f} s of the budget of {budget_s:g} s")
         rig = make_rig(settings)
-    limits, points = rig.limits, design(rig.limits, settings.seed)
+    limits, points = rig.limits, design(rig.limits, settings.seed, graphs=rig.has_graphs)
     facts = {**machine_facts(settings.device), "date": now(), "command": command}
     if before is not None:
         _check_same_device(before, facts, out)
     session = Session(rig, points, settings.seed, before, budget_s, started_s)
     document = _document(settings, shape, limits, before, facts, rig.memory)
-    session.work(lambda steps: write_run(out, document, steps), tell)
+
+    def save() -> None:
+        found = {
+            "skipped": [{"point": point, "why": why} for point, why in session.skipped.items()],
+            "clocks": session.clocks,
+        }
+        write_run(out, document | {name: rows for name, rows in found.items() if rows}, session.steps)
+
+    session.work(save, tell)
     at_end = rig.non_torch_bytes()
     if at_end is not None:
         document["memory"] = {**document["memory"], "non_torch_bytes_at_end": at_end}
-        write_run(out, document, session.steps)
+        save()
     return read_run(out)
 
 
 def make_rig(settings: MeasureSettings) -> StepRig:
-    """What runs the steps. Raises: ConfigError for a model or device that cannot be run; OutOfMemoryError."""
+    """What runs the steps. Raises: ConfigError for a model or device that cannot be run; CalibrationError when it does not fit."""
+    from gpu.out_of_memory import OUT_OF_MEMORY
+
     from .rig import StepRig
 
     shape = model_shape(settings.model)
-    return StepRig(
-        shape,
-        settings.limits(shape),
-        source=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        seed=settings.seed,
-        clock=settings.clock,
-    )
+    try:
+        return StepRig(
+            shape,
+            settings.limits(shape),
+            source=settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            seed=settings.seed,
+            clock=settings.clock,
+        )
+    except OUT_OF_MEMORY as error:
+        said = str(error).splitlines()[0]
+        raise CalibrationError(
+            f"{shape.name}, its KV pool and its workspace do not fit {settings.device}: {said} Take a smaller --model, or lower "
+            "--max-num-seqs, --max-model-len or --max-num-batched-tokens"
+        ) from None
 
 
 def _check_making(settings: MeasureSettings, shape: ModelShape, budget_s: float) -> float:
@@ -168,8 +185,11 @@ def _has_weights(path: Path) -> bool:
 def first_pass(run: StepRun, settings: MeasureSettings) -> tuple[int, int]:
     """How many of the designed steps the first pass of a run has timed (or found too large), and how many there are."""
     shape = model_shape(settings.model)
-    done = len({step.point for step in run.steps if step.pass_ == 0})
-    return done, len(design(settings.limits(shape), settings.seed)) - 1
+    graphs = any(step.served_by.startswith("graph") for step in run.steps)
+    done = {step.point for step in run.steps if step.pass_ == 0} | {
+        one["point"] for one in run.document.get("skipped", ())
+    }
+    return len(done), len(design(settings.limits(shape), settings.seed, graphs=graphs)) - 1
 
 
 def _document(

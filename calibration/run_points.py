@@ -14,6 +14,8 @@ from .quality import Quality, assess
 from .step_log import StepRun
 from .tent import Array
 
+EAGER = "eager"
+"""The group of steps that a graph could have served."""
 LEAST_POINTS = {"decode": 12, "prefill": 12, "mixed": 12}
 """Different steps of each kind without which its terms cannot be told apart."""
 
@@ -44,9 +46,11 @@ class Points:
 
 def points_of(run: StepRun) -> Points:
     """Raises: CalibrationError when a kind of step has too few points to identify its terms."""
-    quality, kept = assess(run.steps)
+    quality, kept = assess(run.steps, run.document.get("clocks", ()), run.document.get("skipped", ()))
     by_point: dict[int, list[int]] = {}
     for index in np.flatnonzero(kept).tolist():
+        if run.steps[index].group == EAGER:
+            continue
         by_point.setdefault(run.steps[index].point, []).append(index)
     shapes, time_us, repeats, workspace = [], [], [], []
     squares = 0.0
@@ -81,6 +85,21 @@ def points_of(run: StepRun) -> Points:
         served_by=np.asarray([run.steps[by_point[point][0]].served_by for point in sorted(by_point)]),
         quality=quality,
     )
+
+
+def eager_decode_us(run: StepRun, points: Points) -> float | None:
+    """What a decode step takes longer when its kernels are launched one by one, in microseconds: the median over those that were timed
+    both ways. None where none was.
+    """
+    _, kept = assess(run.steps)
+    graph = dict(zip(points.shapes, points.time_us.tolist(), strict=True))
+    took: dict[BatchShape, list[float]] = {}
+    for index in np.flatnonzero(kept).tolist():
+        step = run.steps[index]
+        if step.group == EAGER:
+            took.setdefault(step.shape, []).append(step.duration_us)
+    longer = [float(np.mean(times)) - graph[shape] for shape, times in took.items() if shape in graph]
+    return max(0.0, float(np.median(longer))) if longer else None
 
 
 def kind_of(shape: BatchShape) -> str:

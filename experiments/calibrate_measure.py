@@ -35,7 +35,7 @@ def run_measure(out: Path, *, model: str | None, budget: str, json: bool, **sett
             f"budget; nothing can be fitted without it. They are kept in {out}: give the command again with --budget "
             f"{needed / MOST_OVERRUN:.0f}s or more, or measure a smaller range (--max-num-batched-tokens, --max-num-seqs, --max-model-len)"
         )
-    quality, _ = assess(run.steps)
+    quality, _ = assess(run.steps, run.document.get("clocks", ()), run.document.get("skipped", ()))
     if json:
         print_json({"out": str(out), "spent_s": run.spent_s, "quality": quality.as_dict(), **run.document})
         return 0

@@ -58,6 +58,8 @@ class RealEngine:
         """
         self.settings = settings
         self.device = find_device(settings.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # Triton launches on the current device, wherever its arguments lie
         self.config = DecoderConfig.of(settings.shape, settings.source)
         self.dtype = dtype_name(settings.shape.dtype if settings.dtype == "auto" else settings.dtype)
         self.tokens = TokenBook(requests, seed=settings.seed, vocab_size=settings.shape.vocab_size)
