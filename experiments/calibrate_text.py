@@ -22,6 +22,14 @@ def print_fit(profile: dict[str, Any], out: Path) -> None:
             say(f"  {key.replace('_', ' '):<48} " + ", ".join(f"{name} {off:+.1%}" for name, off in value.items()))
     for term, (low, high) in profile["intervals"].items():
         say(f"  {term:<48} 95 % interval of the term as a whole [{low:+.1%}, {high:+.1%}]")
+    memory = profile.get("memory", {})
+    if "lines" in memory:
+        limits = ", ".join(f"{name} {value:,}" for name, value in memory["limits"].items())
+        low, high = memory["workspace_interval"]
+        say(
+            f"  memory lines for the account of {memory['engine'].split(',')[0]}: {', '.join(memory['lines'])}, step buffers, and the peak of a "
+            f"step [{low:+.1%}, {high:+.1%}]; measured up to {limits}"
+        )
     for text in profile["identifiability"]:
         say(f"  note: {text}")
     say(f"wrote {out}")

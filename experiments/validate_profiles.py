@@ -36,6 +36,7 @@ from .validate_silicon import print_silicon
 A100_CALIBRATED_ON = ("0.5", "0.84")
 KERNELS_ONLY = "profile, kernels only"
 STATED_GAPS = "profile, with stated gaps"
+COMPOSED = "composed from the card's kernel terms"
 DRAWS = 12
 """Draws of a profile's uncertainty that are simulated."""
 POOLS = range(1600, 2600, 50)
@@ -69,11 +70,7 @@ def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
         f"{STATED_GAPS} of {embedded.terms.gap_s * 1e3:.2f} ms a step": embedded,
         "roofline": Roofline(model, device, tensor_parallel_size=ranks),
         **(
-            {
-                "composed from the card's kernel terms": fitted_cost(
-                    device.name, model, device, tensor_parallel_size=ranks
-                )
-            }
+            {COMPOSED: fitted_cost(device.name, model, device, tensor_parallel_size=ranks)}
             if case.profile != device.name
             else {}
         ),
@@ -134,7 +131,7 @@ def _print_runs(case: Case, run: RecordedRun, costs: dict[str, CostModel]) -> No
             means = f"{path.measured_mean:.3g} measured, {path.predicted_mean:.3g} simulated"
             print(f"    {path.name:<9} distance {path.distance:.1%}, mean {means}")
         _print_preempted(run, twin)
-        if label.startswith(STATED_GAPS):
+        if label.startswith((STATED_GAPS, COMPOSED)):
             _print_intervals(case, run, cost)
 
 
