@@ -97,40 +97,41 @@ def rest_decodes(scheduler: Scheduler, draft: Draft, most: int) -> None:
     would give them joins it; the rest are served by themselves.
     """
     decode = scheduler.decode
-    going = [request for request in scheduler.catching_up.values() if not is_prompt(request)]
-    if len(decode) + len(going) <= most:
+    late = [request for request in scheduler.catching_up.values() if not is_prompt(request)]
+    if len(decode) + len(late) <= most:
         return
-    going += decode
-    going.sort(
-        key=lambda request: (
-            decode.last_token_fs(request),
-            decode.known(request) - request.spec.input_tokens,
-            request.order,
-        )
-    )
-    draft.resting |= {request.order for request in going[most:]}
+    turns = [
+        (request.last_token_fs or 0, request.num_tokens - request.spec.input_tokens, request.order, request)
+        for request in late
+    ]
+    turns += [
+        (decode.last_token_fs(request), decode.known(request) - request.spec.input_tokens, request.order, request)
+        for request in decode
+    ]
+    turns.sort()
     draft.decodes_rest = True
-    del going[most:]
-    in_set = {request.order for request in going if _only_grows(scheduler, request)}
+    draft.resting |= {order for _, _, order, _ in turns[most:]}
+    steady = {order for _, _, order, request in turns[:most] if _only_grows(scheduler, request)}
     catching_up: dict[int, Request] = {}
     somebody_is_alone = False
     for order, request in scheduler.running.items():
-        if order in in_set and not (somebody_is_alone and decode.needs_block(request)):
+        if order in steady and not (somebody_is_alone and decode.needs_block(request)):
             if not request.decoding:
                 decode.join(request)
             continue
         if request.decoding:
             decode.leave(request)
         catching_up[order] = request
-        somebody_is_alone |= order not in draft.resting  # and takes blocks before the younger, as they all do in order of admission
+        # Blocks are taken in order of admission, but by the set before all who are alone.
+        somebody_is_alone = somebody_is_alone or order not in draft.resting
     scheduler.catching_up = catching_up
 
 
 def _only_grows(scheduler: Scheduler, request: Request) -> bool:
     """Whether a decode neither copies a shared block, nor slides, nor fills a block that others may find, and has not ended."""
-    return (
-        request.spec.forking is None
-        and request.ended_fs is None
-        and not scheduler.holdings.windows
-        and not scheduler.holdings.has_to_register(request, scheduler.decode.computed(request) + 1)
+    holdings = scheduler.holdings
+    if holdings.windows or request.spec.forking is not None or request.ended_fs is not None:
+        return False
+    return request.num_registered >= request.keys.num_shared or not holdings.has_to_register(
+        request, scheduler.decode.computed(request) + 1
     )

@@ -114,7 +114,7 @@ class DecodeSet:
     def leave(self, request: Request) -> None:
         """Remove a member and store its token counts."""
         self._settle(request)
-        request.num_computed_tokens = self.computed(request)
+        request.num_computed_tokens = request.anchor + self.clock
         request.num_tokens = request.num_computed_tokens + 1
         request.decoding = False
         if self._fresh.pop(request.order, None) is None:
