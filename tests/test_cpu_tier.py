@@ -326,35 +326,34 @@ def test_nobody_gives_way_for_blocks_that_are_only_being_saved(drive):
 
 def test_the_tier_forgets_what_was_used_longest_ago_and_never_what_a_copy_uses():
     tier = PrefixTier(2)
-    a, b = tier.begin_save(10), tier.begin_save(11)
-    assert tier.begin_save(12) is None  # both are being written
+    a, b = tier.begin_saves([10, 11, 12])  # then both are being written
     tier.end_save([a], done=True)
     tier.end_save([b], done=True)
     tier.begin_load([a])
-    assert tier.begin_save(12).block_id == b.block_id
+    assert [block.block_id for block in tier.begin_saves([12])] == [b.block_id]
     assert 11 not in tier
     tier.check()
 
 
 def test_a_dropped_block_is_free_when_its_last_copy_is_done():
     tier = PrefixTier(1)
-    block = tier.begin_save(10)
+    (block,) = tier.begin_saves([10])
     tier.end_save([block], done=True)
     tier.begin_load([block])
     tier.begin_load([block])
     tier.end_load([block], done=False)
     assert 10 not in tier
-    assert tier.begin_save(11) is None
+    assert tier.begin_saves([11]) == []
     tier.end_load([block], done=True)
     tier.check()
-    assert tier.begin_save(11).block_id == 1
+    assert [block.block_id for block in tier.begin_saves([11])] == [1]
 
 
 def test_of_one_prefix_the_tail_is_forgotten_before_the_head():
     tier = PrefixTier(3)
-    blocks = [tier.begin_save(key) for key in (1, 2, 3)]
+    blocks = tier.begin_saves([1, 2, 3])
     tier.end_save(blocks, done=True)
-    tier.begin_save(9)
+    tier.begin_saves([9])
     assert [key in tier for key in (1, 2, 3)] == [True, True, False]
 
 

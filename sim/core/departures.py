@@ -143,7 +143,7 @@ class Departures:
 
     def _drop_loading(self, request: Request, now_fs: int) -> None:
         assert self._scheduler.offload is not None
-        self._scheduler.offload.drop(request, request.outcome.value if request.outcome else "aborted", now_fs)
+        self._scheduler.offload.loads.drop(request, request.outcome.value if request.outcome else "aborted", now_fs)
 
     def _end_left(self, request: Request, now_fs: int) -> None:
         ended_fs = now_fs if request.abort_fs is None else request.abort_fs

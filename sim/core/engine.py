@@ -19,13 +19,15 @@ from .draft import Draft
 from .facts import Arrived, Committed, EngineFacts, ProgressError
 from .groups import tables_of
 from .lag import Lag
+from .loads import Load
 from .log import Decisions, DecisionSink
-from .offload import Load, Offload, Save
+from .offload import Offload
 from .plan import ScheduledRequest, StepPlan, StepResult
 from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
 from .pressure import Pressure
 from .request import Outcome, Request, RequestSpec, State
+from .saves import Save
 from .scheduler import Scheduler
 from .stretch import log_rows, scheduled_in, shape_of, steps_alike
 
@@ -151,7 +153,7 @@ class EngineCore(EngineFacts):
             lag.look_back(now_fs)
         self.pool.tick(now_fs)
         self.wake(now_fs)
-        completed = None if self._offload is None else self._offload.take_completed()
+        completed = None if self._offload is None else self._offload.saves.take_completed()
         if (climbed := self._pressure.climb(now_fs)) is not None:
             moved, relief = climbed
             self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
@@ -178,7 +180,7 @@ class EngineCore(EngineFacts):
         if lag is not None and (after_pause or lag.has_news):
             room = None
         if room is not None and self._offload is not None:
-            room = self._offload.blocks_until_save(room)
+            room = self._offload.saves.blocks_until_next(room)
         step, shape = scheduler.steps_done, shape_of(draft, scheduler, self._decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
@@ -334,10 +336,10 @@ class EngineCore(EngineFacts):
         self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft
     ) -> tuple[tuple[Save, ...], tuple[Load, ...]]:
         """Settle what the plan saves and loads; nothing is saved while a running request waits for blocks that are being saved."""
-        saves = () if draft.blocks_come else offload.save(completed)
+        saves = () if draft.blocks_come else offload.saves.begin(completed)
         if draft.blocks_come:
-            offload.put_off(completed)
-        loads, offload.new_loads = tuple(offload.new_loads), []
+            offload.saves.put_off(completed)
+        loads = offload.loads.take_new()
         self._decisions.saved += [list(pairs) for _, pairs in saves]
         self._decisions.loaded += [(request_id, list(pairs)) for request_id, _, pairs in loads]
         return saves, loads
@@ -412,7 +414,7 @@ class EngineCore(EngineFacts):
             request.token_fs += slots * total_fs
             filled += slots
         if self._offload is not None:
-            filled += sum(request.num_computed_tokens for request in self._offload.loading)
+            filled += sum(request.num_computed_tokens for request in self._offload.loads.waiting)
         return filled
 
     def _reached_end(self, result: StepResult) -> dict[int, Request]:

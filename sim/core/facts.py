@@ -137,7 +137,7 @@ class EngineFacts:
     @property
     def cpu_hit_tokens(self) -> int:
         """Prompt tokens that were not found in the prefix cache, and loaded from the CPU tier."""
-        return 0 if self._offload is None else self._offload.hit_tokens
+        return 0 if self._offload is None else self._offload.loads.hit_tokens
 
     @property
     def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -143,7 +143,7 @@ class Holdings:
             self.pool.index.add(blocks, keys)
             request.num_registered = stop
             if self.offload is not None:
-                self.offload.note(blocks, keys)
+                self.offload.saves.note(blocks, keys)
 
     def forget_private(self, request: Request) -> None:
         """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for."""

@@ -111,7 +111,7 @@ class Scheduler:
 
     def holders(self) -> Iterable[Request]:
         """All requests that hold blocks: the running, those who did until just now, and those whose prefix is loaded."""
-        loading: Iterable[Request] = () if self.offload is None else self.offload.loading
+        loading: Iterable[Request] = () if self.offload is None else self.offload.loads.waiting
         return chain(self.running.values(), self.departing.values(), loading)
 
     @property
@@ -127,7 +127,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests in the system that do not run: those, and those whose prefix is loaded."""
-        return self.num_queued + (0 if self.offload is None else len(self.offload.loading))
+        return self.num_queued + (0 if self.offload is None else len(self.offload.loads.waiting))
 
     @property
     def num_slots_taken(self) -> int:
