@@ -117,11 +117,6 @@ class EngineConfig:
                 f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks}, but the model has {len(self.kv_groups)} attention groups, whose "
                 "prefixes end in different places; the CPU prefix tier is for one kind of layer"
             )
-        if self.async_scheduling:
-            raise ConfigError(
-                f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks} and async_scheduling is on: this version does not plan copies "
-                "ahead of the step under way; leave one of them out"
-            )
 
     @property
     def watermark_blocks(self) -> int:

@@ -143,7 +143,10 @@ class Departures:
 
     def _drop_loading(self, request: Request, now_fs: int) -> None:
         assert self._scheduler.offload is not None
-        self._scheduler.offload.loads.drop(request, request.outcome.value if request.outcome else "aborted", now_fs)
+        why = request.outcome.value if request.outcome else "aborted"
+        released = self._scheduler.offload.loads.drop(request, why, now_fs)
+        if released:
+            self.decisions.released.append((request.request_id, released))
 
     def _end_left(self, request: Request, now_fs: int) -> None:
         ended_fs = now_fs if request.abort_fs is None else request.abort_fs
@@ -171,6 +174,8 @@ class Departures:
             scheduler.waiting.discard(request)
         elif request.state is State.SWAPPED:
             scheduler.drop_swapped(request)
+        elif request.state is State.LOADING:
+            self._drop_loading(request, now_fs)
         else:
             self.retire(request, now_fs)
         request.num_tokens -= self._lag.late.pop(request)

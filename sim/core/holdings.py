@@ -89,8 +89,10 @@ class Holdings:
             kept = courses(ranges, request.spec.input_tokens, len(table), group.block_size, now_fs)
             self.pool.retain(table.blocks, kept)
 
-    def release_unwritten(self, request: Request, written: int, why: str, fence: int, now_fs: int) -> None:
-        """Give back all blocks of a request, of which a copy still writes those after the first `written`."""
+    def release_unwritten(self, request: Request, written: int, why: str, fence: int | None, now_fs: int) -> list[int]:
+        """Give back all blocks of a request, of which those after the first `written` hold nothing; these behind a `fence`, if a copy
+        still writes them.
+        """
         by, worth = f"{request.request_id} ({why})", -float(request.spec.priority)
         self.sharing.leave(request, now_fs)
         self.hold(request, -request.held_blocks, now_fs)
@@ -98,6 +100,7 @@ class Holdings:
         blocks, request.table.blocks = request.table.blocks, []
         self.pool.release(blocks[written:], by, fence)
         self.pool.release(blocks[:written], by, worth=worth)
+        return blocks
 
     def find(self, request: Request) -> list[int]:
         """Blocks with the longest cached prefix of a waiting request.

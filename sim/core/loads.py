@@ -153,14 +153,23 @@ class Loads:
         if loading.done:
             self.ready.remove(loading)
 
-    def drop(self, request: Request, why: str, now_fs: int) -> None:
-        """A request goes away; blocks that its load still writes return when that is done."""
+    def drop(self, request: Request, why: str, now_fs: int) -> list[int]:
+        """A request goes away; blocks that its load still writes return when that is done. A load that no plan has told yet is not done
+        at all. Returns the blocks that a plan has to say are given back.
+        """
         loading = self.waiting[request]
         self.leave(loading, now_fs)
         if loading.done:
-            self._holdings.release(request, why, now_fs, reusable=False)
-        else:
-            self._holdings.release_unwritten(request, loading.hits, why, loading.fence, now_fs)
+            return self._holdings.release(request, why, now_fs, reusable=False)
+        told = [load for load in self._new if load[1] != loading.fence]
+        if len(told) == len(self._new):
+            return self._holdings.release_unwritten(request, loading.hits, why, loading.fence, now_fs)
+        self._new = told
+        del self.under_way[loading.fence]
+        self._tier.end_load(loading.found, done=True)
+        self.num_blocks -= len(loading.found)
+        self._holdings.release_unwritten(request, loading.hits, why, None, now_fs)
+        return []
 
     def forget(self, request: Request) -> None:
         """A request has ended."""

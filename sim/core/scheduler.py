@@ -127,7 +127,9 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests in the system that do not run: those, and those whose prefix is loaded."""
-        return self.num_queued + (0 if self.offload is None else len(self.offload.loads.waiting))
+        if self.offload is None or not self.offload.loads.waiting:
+            return self.num_queued
+        return self.num_queued + sum(request.ended_fs is None for request in self.offload.loads.waiting)
 
     @property
     def num_slots_taken(self) -> int:
