@@ -364,7 +364,6 @@ def test_of_one_prefix_the_tail_is_forgotten_before_the_head():
     ("settings", "words"),
     [
         ({"enable_prefix_caching": False}, "without prefix caching no block is ever looked for again"),
-        ({"sliding_window": 128}, "full attention"),
         ({"cpu_prefix_mode": "write_around"}, "known are write_through"),
         ({"num_cpu_prefix_blocks": -1}, "at least 0"),
     ],

@@ -24,6 +24,15 @@ from sim.core.request import RequestSpec
 SHAPE = model_shape("tiny-llama-test")
 
 
+def windowed(window: int | None):
+    """The test model, with a sliding window if there is one."""
+    if window is None:
+        return SHAPE
+    return replace(
+        SHAPE, architecture="mistral", attention=tuple(replace(kind, window=window) for kind in SHAPE.attention)
+    )
+
+
 class Clock:
     """Steps of one to eight milliseconds, drawn from a seed: what happens in a run does not depend on the machine's speed."""
 
@@ -73,6 +82,7 @@ def scenarios(draw: st.DrawFn) -> SmallScenario:
                 cancel_after_s=None if patience is None else patience / 1000,
             )
         )
+    window = draw(st.sampled_from((None, None, 5, 9)))
     engine = EngineConfig(
         num_gpu_blocks=draw(st.integers(11, 14)),
         block_size=BLOCK_SIZE,
@@ -81,9 +91,12 @@ def scenarios(draw: st.DrawFn) -> SmallScenario:
         max_num_batched_tokens=draw(st.integers(8, 40)),
         num_cpu_prefix_blocks=draw(st.sampled_from((3, 12, 40))),
         cpu_prefix_mode=draw(st.sampled_from(("write_through", "write_back"))),
+        sliding_window=window,
         async_scheduling=draw(st.booleans()),
     )
-    return SmallScenario(name="drawn", requests=tuple(made), engine=engine, shape=SHAPE, seed=draw(st.integers(0, 3)))
+    return SmallScenario(
+        name="drawn", requests=tuple(made), engine=engine, shape=windowed(window), seed=draw(st.integers(0, 3))
+    )
 
 
 @given(scenario=scenarios(), copy_s=st.sampled_from((0.0, 0.001, 0.02)))
@@ -93,6 +106,23 @@ def test_every_request_gets_the_tokens_that_it_gets_without_a_tier(scenario, cop
     assert run.leaked_blocks == 0
     assert changed_answers(run, reference_answers(scenario)) == []
     assert first_difference(run.decisions, replay(scenario, preset("vllm-v1"), run.recording, copy_s=copy_s)) is None
+
+
+def test_what_a_window_loads_is_what_it_would_have_computed():
+    """Prompts of 25 tokens, a window of 9: of the six blocks that are saved the last two come back, for 24 tokens."""
+    named = {"content_ids": ("x", "y", "z"), "content_block_tokens": 8}
+    requests = (
+        RequestSpec(request_id="W", arrival_s=0.0, input_tokens=25, output_tokens=1, **named),
+        RequestSpec(request_id="filler", arrival_s=0.2, input_tokens=44, output_tokens=3),
+        RequestSpec(request_id="again", arrival_s=0.4, input_tokens=25, output_tokens=12, **named),
+    )
+    scenario = with_engine(SCENARIOS["conversations-1"], num_gpu_blocks=12, num_cpu_prefix_blocks=40, sliding_window=9)
+    scenario = replace(scenario, requests=requests, shape=windowed(9))
+    run = run_for_real(scenario, preset("vllm-v1"), wrap=paced, copy_s=0.001)
+    assert [len(pairs) for entry in run.decisions for _, pairs in entry.get("loaded", ())] == [2]
+    assert run.report["computed_tokens"] == 25 + 46 + 12
+    assert run.leaked_blocks == 0
+    assert changed_answers(run, reference_answers(scenario)) == []
 
 
 def test_the_drawn_scenarios_load():

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from .admission import Rejection
 from .draft import Draft
 from .lag import Lag, ends_by_length
+from .loads import Loading
 from .log import Decisions
 from .request import Outcome, Request, State
 from .scheduler import Scheduler
@@ -140,6 +141,13 @@ class Departures:
         lag.ended(request, foreseen=reached, in_vain=in_vain)
         left_fs = now_fs if request.abort_fs is None else request.abort_fs
         self.tell(request, request.outcome or Outcome.ABORTED, request.reason, left_fs)
+
+    def requeue(self, loading: Loading, now_fs: int) -> None:
+        """A load has failed: its request waits again, and will be computed."""
+        assert self._scheduler.offload is not None
+        released = self._scheduler.offload.loads.give_up(loading, now_fs)
+        self.decisions.released.append((loading.request.request_id, released))
+        self._scheduler.waiting.put_back(loading.request)
 
     def _drop_loading(self, request: Request, now_fs: int) -> None:
         assert self._scheduler.offload is not None

@@ -351,7 +351,9 @@ class EngineCore(EngineFacts):
         self._passed = [passed for passed in self._passed if passed[1] > until_fs]
         for fence, _, done in heard:
             assert self._offload is not None  # `pass_fence`
-            self._offload.pass_fence(fence, now_fs, done=done)
+            failed = self._offload.pass_fence(fence, now_fs, done=done)
+            if failed is not None:
+                self._departures.requeue(failed, now_fs)
 
     def _catch_up(self, now_fs: int) -> None:
         """Nothing can be planned ahead, or what was is void: all that has happened is known."""
@@ -429,7 +431,7 @@ class EngineCore(EngineFacts):
             request.token_fs += slots * total_fs
             filled += slots
         if self._offload is not None:
-            filled += sum(request.num_computed_tokens for request in self._offload.loads.waiting)
+            filled += sum(loading.filled_slots for loading in self._offload.loads.waiting.values())
         return filled
 
     def _reached_end(self, result: StepResult) -> dict[int, Request]:

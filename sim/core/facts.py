@@ -196,5 +196,11 @@ class EngineFacts:
     def idle_holdings(self) -> tuple[int, int, int]:
         """Owned blocks, token slots in all tables, and those of them that are filled: what is held while no plan is out."""
         scheduler = self._scheduler
-        filled = sum(self._slots_filled(request, scheduler.decode.computed(request)) for request in scheduler.holders())
+        loading = {} if self._offload is None else self._offload.loads.waiting
+        filled = sum(
+            loading[request].filled_slots
+            if request in loading
+            else self._slots_filled(request, scheduler.decode.computed(request))
+            for request in scheduler.holders()
+        )
         return self.pool.num_owned, scheduler.holdings.table_blocks * scheduler.decode.slots_per_block, filled

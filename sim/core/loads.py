@@ -3,7 +3,7 @@
 A block that is loaded belongs to its request, which neither computes on it nor shares it before the copy is done. A request that waits
 for a load is not running: it takes no place in a step. It holds all blocks that it needs to produce its first tokens, or it does not
 start to load: so loads never wait for each other (vLLM #45388, #57104). An abort leaves the blocks of a copy under way behind its
-fence (#32255). A load that fails is computed instead.
+fence (#32255). A request whose load fails goes back to the queue, and is computed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .blocks import BlockPool
+from .blocks import NO_BLOCK, BlockPool
 from .config import EngineConfig
 from .holdings import Holdings
-from .need import blocks_for, new_blocks_for_whole
+from .need import blocks_for
+from .reach import Reach, Reaches
 from .request import Request, State
-from .tier import PrefixTier, TierBlock
+from .tier import PrefixTier
 
 Load = tuple[str, int, tuple[tuple[int, int], ...]]
 """`(request_id, fence, (CPU block, device block) pairs)`."""
@@ -29,17 +30,19 @@ class Loading:
 
     request: Request
     fence: int
-    found: list[TierBlock]
-    """What is read."""
-    hits: int
-    """Leading blocks of its table that were on the device."""
+    reach: Reach
+    """What is read, and what was on the device."""
+    targets: list[int]
+    """The blocks that the copy writes."""
+    filled_slots: int
+    """Token slots of its blocks that hold something."""
     since_fs: int
-    """Up to when the tokens in its blocks are accounted for."""
+    """Up to when those are accounted for."""
     done: bool = False
 
     def settle(self, now_fs: int) -> None:
         """Account for the tokens in its blocks until now."""
-        self.request.token_fs += self.request.num_computed_tokens * (now_fs - self.since_fs)
+        self.request.token_fs += self.filled_slots * (now_fs - self.since_fs)
         self.since_fs = now_fs
 
 
@@ -54,6 +57,7 @@ class Loads:
         self._pool: BlockPool = holdings.pool
         self._tier = tier
         self._new_fence = new_fence
+        self._reaches = Reaches(holdings, tier)
         self._no_load: set[Request] = set()
         self._new: list[Load] = []
         self.under_way: dict[int, Loading] = {}
@@ -74,77 +78,100 @@ class Loads:
 
     # -- before and at the start ------------------------------------------------------------------------------------------
 
-    def has_more(self, request: Request, hits: int) -> bool | None:
-        """Whether the tier has something of a waiting request's prefix beyond its `hits` blocks on the device. None: it had better wait,
-        because a copy that is under way brings what comes next. Sequences that fork do not load: they find what the others of their
-        family have.
+    def find(self, request: Request, hits: list[int]) -> Reach | None:
+        """What a waiting request would have if the tier's part of its prefix were loaded; None if that is no more than the device's
+        `hits`. Sequences that fork do not load: they find what the others of their family have.
         """
-        if request.spec.forking is not None:
-            return False
         if (
-            hits >= self._holdings.findable_blocks(request)
+            request.spec.forking is not None
             or request in self._no_load
+            or not len(self._tier)
             or not self._holdings.reuses(request)
         ):
-            return False
-        (first,) = request.keys.keys(hits, hits + 1)
-        if first not in self._tier.keys:  # most often, and asked again in every step
-            return False
-        return None if self._tier.is_moving(first) else True
+            return None
+        return self._reaches.find(request, hits)
 
-    def need(self, request: Request, hits: list[int]) -> tuple[int, int]:
-        """Blocks that a request must hold before it may load: all its known tokens' and that of the next, and those of them that come
-        from the free queue.
+    def need(self, request: Request, reach: Reach) -> tuple[list[int], int] | None:
+        """Blocks that a request must hold before it may load, as the length of each of its tables, and how many of them come from the free
+        queue: all its known tokens' and that of the next, though where a window slides no more than the next step can compute. None if the
+        whole pool has fewer.
         """
         tokens = request.num_tokens
-        if (request.spec.max_tokens or 2) > request.num_output_tokens + 1 and tokens < self._config.max_model_len:
-            tokens += 1
-        whole = min(blocks_for(tokens, self._config.block_size), self._pool.num_blocks)
-        return whole, new_blocks_for_whole(whole, len(hits), self._pool.num_unreferenced(hits))
+        more = (request.spec.max_tokens or 2) > request.num_output_tokens + 1 and tokens < self._config.max_model_len
+        found = [block_id for own in reach.hits for block_id in own if block_id != NO_BLOCK]
+        for upto in (tokens + 1, tokens) if more else (tokens,):
+            nearest = min(upto, reach.tokens + self._config.max_num_batched_tokens)
+            lengths = [
+                blocks_for(upto if group.window is None else nearest, group.block_size) for group in self._config.groups
+            ]
+            held = sum(lengths) - reach.num_passed
+            if held <= self._pool.num_blocks:
+                return lengths, held - len(found) + self._pool.num_unreferenced(found)
+        return None
 
-    def begin(self, request: Request, hits: list[int], whole: int, now_fs: int) -> None:
-        """Take the blocks and load all that the tier has beyond the `hits`; there must be enough room, and something to load."""
+    def begin(self, request: Request, reach: Reach, lengths: list[int], now_fs: int) -> None:
+        """Take blocks for tables of these lengths, and load what the tier has; there must be enough room."""
         pool, holdings = self._pool, self._holdings
-        found = self._tier.find(request.keys.keys(len(hits), holdings.findable_blocks(request)))
-        pool.acquire(hits)
-        blocks = pool.allocate(whole - len(hits))
+        self._reaches.complete(request, reach)
+        found = [block_id for own in reach.hits for block_id in own if block_id != NO_BLOCK]
+        held = sum(lengths) - reach.num_passed
+        pool.acquire(found)
+        blocks = pool.allocate(held - len(found))
         assert blocks is not None  # `need` was compared with what is free
-        request.table.blocks = [*hits, *blocks]
+        targets = self._fill(request, reach, lengths, blocks)
         request.state = State.LOADING
-        request.num_computed_tokens = len(hits) * self._config.block_size
-        request.num_registered = len(hits)
-        holdings.hold(request, whole, now_fs)
-        loading = self.waiting[request] = Loading(request, self._new_fence(), found, len(hits), now_fs)
-        if hits:
-            holdings.sharing.join(request, holdings.tables.split(hits), now_fs)
-        self._tier.begin_load(found)
-        self.under_way[loading.fence] = loading
-        self.num_blocks += len(found)
-        pairs = tuple((block.block_id, target) for block, target in zip(found, blocks, strict=False))
+        request.num_computed_tokens = reach.hit_tokens
+        holdings.hold(request, held, now_fs)
+        slots = self._config.slots_per_block
+        loading = Loading(request, self._new_fence(), reach, targets, len(found) * slots, now_fs)
+        self.waiting[request] = self.under_way[loading.fence] = loading
+        if found:
+            holdings.sharing.join(request, reach.hits, now_fs)
+        self._tier.begin_load(reach.blocks)
+        self.num_blocks += len(targets)
+        pairs = tuple(zip([block.block_id for block in reach.blocks], targets, strict=True))
         self._new.append((request.request_id, loading.fence, pairs))
+
+    def _fill(self, request: Request, reach: Reach, lengths: list[int], blocks: list[int]) -> list[int]:
+        """Make the tables; returns the blocks that are loaded, in the order of `reach.blocks`."""
+        fresh = iter(blocks)
+        targets: list[int] = []
+        for table, own, places, length in zip(request.table.groups, reach.hits, reach.places, lengths, strict=True):
+            table.blocks = own.copy()
+            for place in places:
+                target = next(fresh)
+                targets.append(target)
+                if place < len(own):
+                    table.blocks[place] = target
+                else:
+                    table.blocks.append(target)
+            table.blocks += [next(fresh) for _ in range(length - len(table.blocks))]
+        return targets
 
     # -- at the end -------------------------------------------------------------------------------------------------------
 
-    def end(self, fence: int, now_fs: int, *, done: bool) -> None:
-        """One of them has ended, or failed."""
+    def end(self, fence: int, now_fs: int, *, done: bool) -> Loading | None:
+        """One of them has ended. If it failed, what it was: its request waits again, and whoever asks has to queue it."""
         loading = self.under_way.pop(fence)
         request = loading.request
-        self._tier.end_load(loading.found, done=done)
+        self._tier.end_load(loading.reach.blocks, done=done)
         self._pool.pass_fence(fence)
         if request not in self.waiting:
-            return  # its client left, and its blocks have returned just now
+            return None  # its client left, and its blocks have returned just now
+        if not done:
+            self._no_load.add(request)
+            return loading
         loading.settle(now_fs)
         loading.done = True
         self.ready.append(loading)
-        if not done:
-            self._no_load.add(request)
-            return
-        stop = loading.hits + len(loading.found)
-        self._pool.index.add(request.table.blocks[loading.hits : stop], (block.key for block in loading.found))
-        request.num_registered = stop
-        request.num_computed_tokens = stop * self._config.block_size
+        reach = loading.reach
+        self._pool.index.add(loading.targets, (block.key for block in reach.blocks))
+        loading.filled_slots += len(loading.targets) * self._config.slots_per_block
+        request.num_computed_tokens = reach.tokens
+        request.num_registered = reach.tokens // self._config.block_size
         if not request.num_preemptions:
-            self.hit_tokens += len(loading.found) * self._config.block_size
+            self.hit_tokens += reach.tokens - reach.hit_tokens
+        return None
 
     def leave(self, loading: Loading, now_fs: int) -> None:
         """A request stops being one that loads: it runs now, or it is gone."""
@@ -152,6 +179,13 @@ class Loads:
         del self.waiting[loading.request]
         if loading.done:
             self.ready.remove(loading)
+
+    def give_up(self, loading: Loading, now_fs: int) -> list[int]:
+        """A request whose load has failed waits again, with nothing. Returns the blocks that a plan has to say are given back."""
+        request = loading.request
+        self.leave(loading, now_fs)
+        request.state, request.num_computed_tokens = State.WAITING, 0
+        return self._holdings.release_unwritten(request, "could not be loaded", None, now_fs)
 
     def drop(self, request: Request, why: str, now_fs: int) -> list[int]:
         """A request goes away; blocks that its load still writes return when that is done. A load that no plan has told yet is not done
@@ -163,12 +197,12 @@ class Loads:
             return self._holdings.release(request, why, now_fs, reusable=False)
         told = [load for load in self._new if load[1] != loading.fence]
         if len(told) == len(self._new):
-            return self._holdings.release_unwritten(request, loading.hits, why, loading.fence, now_fs)
+            return self._holdings.release_unwritten(request, why, loading.fence, now_fs)
         self._new = told
         del self.under_way[loading.fence]
-        self._tier.end_load(loading.found, done=True)
-        self.num_blocks -= len(loading.found)
-        self._holdings.release_unwritten(request, loading.hits, why, None, now_fs)
+        self._tier.end_load(loading.reach.blocks, done=True)
+        self.num_blocks -= len(loading.targets)
+        self._holdings.release_unwritten(request, why, None, now_fs)
         return []
 
     def forget(self, request: Request) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from .config import EngineConfig
 from .holdings import Holdings
-from .loads import Loads
+from .loads import Loading, Loads
 from .request import Request
 from .saves import Saves
 from .tier import PrefixTier
@@ -36,14 +36,16 @@ class Offload:
         """Whether a copy with this fence is."""
         return fence in self.saves.under_way or fence in self.loads.under_way
 
-    def pass_fence(self, fence: int, now_fs: int, *, done: bool) -> None:
-        """A copy under way has ended; `done` is False if it failed."""
+    def pass_fence(self, fence: int, now_fs: int, *, done: bool) -> Loading | None:
+        """A copy under way has ended; `done` is False if it failed. Returns a load that failed: its request waits again, and whoever asks
+        has to queue it.
+        """
         self.failed_copies += not done
         self.saves.changed()
-        if fence in self.saves.under_way:
-            self.saves.end(fence, done=done)
-        else:
-            self.loads.end(fence, now_fs, done=done)
+        if fence not in self.saves.under_way:
+            return self.loads.end(fence, now_fs, done=done)
+        self.saves.end(fence, done=done)
+        return None
 
     def forget(self, request: Request, private_keys: Iterable[int]) -> None:
         """A request has ended; what it left for itself nobody will look for."""

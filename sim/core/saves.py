@@ -33,6 +33,7 @@ class Saves:
         self._pool = pool
         self._tier = tier
         self._new_fence = new_fence
+        self._slides = any(group.window is not None for group in config.groups)
         self._write_back = config.cpu_prefix_mode == "write_back"
         self._window = min(
             blocks_for(config.max_num_batched_tokens, config.block_size), max(1, config.num_gpu_blocks // 4)
@@ -104,9 +105,11 @@ class Saves:
 
     def blocks_until_next(self, room: int) -> int | None:
         """How many of `room` blocks may be taken before another save could begin, if nothing comes, goes or arrives; None if time alone
-        may begin one.
+        may begin one, or where windows slide, because blocks come back then that are to be saved, or make room for others.
         """
         pool = self._pool
+        if self._slides and (self._write_back or self.save_all or self._completed):
+            return None
         if not self._write_back or pool.num_free - pool.num_set_aside < 2 or not self._tier.num_obtainable:
             return room
         if pool.order_changes:

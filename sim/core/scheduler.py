@@ -145,10 +145,9 @@ class Scheduler:
             return (
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
-        if self.growth.slides and (head := self.waiting.head()) is not None and self.holdings.find(head):
-            return (
-                False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
-            )
+        head = self.waiting.head() if self.growth.slides else None
+        if head is not None and (self.offload is not None or self.holdings.find(head)):
+            return False  # a window's cached blocks may go, and those of another place, that somebody or a tier has, cost it less
         return self._admission.steady and self.waiting.steady
 
     @property

@@ -6,6 +6,7 @@ budgets last. The head is never overtaken. Source: vLLM V1 `Scheduler.schedule`,
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from .admission import Admission, Deferral, Rejection
@@ -162,10 +163,13 @@ class Starts:
         """Load the prefix of the head of the queue from the CPU tier; False: it must wait; None: there is nothing to load."""
         scheduler = self._scheduler
         loads = offload.loads
-        more = loads.has_more(request, len(hits))
-        if not more:
-            return False if more is None else None
-        whole, need = loads.need(request, hits)
+        reach = loads.find(request, hits)
+        if reach is None or reach.moving:
+            return None if reach is None else False
+        needed = loads.need(request, reach)
+        if needed is None:
+            return None
+        lengths, need = needed
         may_start = self._may_start(request, need, draft, now_fs)
         if may_start is None:
             return True
@@ -173,8 +177,8 @@ class Starts:
             return False
         scheduler.waiting.pop()
         scheduler.num_admissions += 1
-        offload.saves.used(hits)
-        loads.begin(request, hits, whole, now_fs)
+        offload.saves.used(chain.from_iterable(reach.hits))
+        loads.begin(request, reach, lengths, now_fs)
         return True
 
     def _start_loaded(self, loading: Loading, draft: Draft, now_fs: int) -> bool:
@@ -190,7 +194,7 @@ class Starts:
         spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
         scheduler.holdings.hold(request, -len(spare), now_fs)
         scheduler.run(request, now_fs)
-        self._begin(request, num_tokens, computed, loading.hits * scheduler.config.block_size, draft)
+        self._begin(request, num_tokens, computed, loading.reach.hit_tokens, draft)
         return True
 
     def admits_copy(self, request: Request, now_fs: int) -> bool:
