@@ -19,36 +19,9 @@ from sim.core.tier import PrefixTier
 from sim.costs.constant import FixedCost
 from sim.results.summary import summarize
 from sim.world import run_world
+from tests.support.tiers import fill, named, pass_all, warm
 
 SMALL = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_cpu_prefix_blocks": 10}
-
-
-def named(names: str, tokens: int = 4) -> dict[str, object]:
-    """A prompt whose content is named, `tokens` a name."""
-    return {"content_ids": tuple(names), "content_block_tokens": tokens}
-
-
-def warm(engine, name: str, names: str, tokens: int = 4) -> None:
-    """Serve a prompt that is one token longer than its names, and let its blocks be saved."""
-    engine.add(name, len(names) * tokens + 1, **named(names, tokens))
-    while (plan := engine.plan()) is not None:
-        engine.commit(plan)
-        pass_all(engine, plan)
-
-
-def pass_all(engine, plan) -> None:
-    """The copies that a plan began are done."""
-    for fence in [save[0] for save in plan.saves] + [load[1] for load in plan.loads]:
-        engine.core.pass_fence(fence, engine.now_fs)
-    engine.core.check()
-
-
-def fill(engine, tokens: int) -> None:
-    """Let somebody use so many tokens' blocks, so that what was cached in them is gone."""
-    engine.add("filler", tokens)
-    while (plan := engine.plan()) is not None:
-        engine.commit(plan)
-        pass_all(engine, plan)
 
 
 # -- saves ------------------------------------------------------------------------------------------------------------------------

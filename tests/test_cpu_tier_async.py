@@ -5,9 +5,6 @@ What is said of time without it is in `test_cpu_tier`; here only what planning a
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,10 +12,19 @@ from hypothesis import strategies as st
 from sim.core.clock import FS_PER_S
 from sim.core.config import EngineConfig
 from sim.core.plan import Durations, OomReport, StepResult
-from sim.core.policies import PRESETS
 from sim.core.request import Outcome, RequestSpec, State
-from sim.costs.constant import FixedCost
-from sim.world import run_world
+from tests.support.tiers import (
+    Copies,
+    assert_nobody_is_lost,
+    conversations,
+    copies,
+    fill,
+    finish,
+    named,
+    pass_all,
+    scenario_of,
+    warm,
+)
 
 SMALL = {
     "block_size": 4,
@@ -27,35 +33,13 @@ SMALL = {
     "num_cpu_prefix_blocks": 10,
     "async_scheduling": True,
 }
-TICK_S = 2.0**-10
-
-
-def named(names: str) -> dict[str, object]:
-    """A prompt whose content is named, 4 tokens a name."""
-    return {"content_ids": tuple(names), "content_block_tokens": 4}
-
-
-def finish(engine) -> None:
-    """Let everybody end and every copy be done."""
-    while (plan := engine.plan()) is not None:
-        engine.commit(plan)
-        pass_all(engine, plan)
-
-
-def pass_all(engine, plan) -> None:
-    """The copies that a plan began are done."""
-    for fence in [save[0] for save in plan.saves] + [load[1] for load in plan.loads]:
-        engine.core.pass_fence(fence, engine.now_fs)
-    engine.core.check()
 
 
 def loading_engine(drive, **fields):
     """x and y are in the tier, and nowhere on the device; the pool has 8 blocks."""
     engine = drive(num_gpu_blocks=8, **SMALL | fields)
-    engine.add("W", 9, **named("xy"))
-    finish(engine)
-    engine.add("filler", 32)
-    finish(engine)
+    warm(engine, "W", "xy")
+    fill(engine, 32)
     assert (engine.pool.num_free, engine.core.num_unfinished) == (8, 0)
     return engine
 
@@ -186,75 +170,19 @@ def test_a_step_that_runs_out_of_memory_makes_everything_known(drive):
     assert a.num_computed_tokens == 8
 
 
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
-    """Turns of a few conversations, singly and in bursts; some stop by themselves, some of their clients leave."""
-    ticks, made = 0, []
-    for number in range(draw(st.integers(4, 18))):
-        ticks += draw(st.sampled_from([0, 0, 8, 40, 90]))
-        conversation, turns = draw(st.sampled_from("abcd")), draw(st.integers(1, 3))
-        output_tokens = draw(st.integers(1, 15))
-        patience = draw(st.sampled_from([None] * 6 + [4, 20, 64]))
-        made.append(
-            RequestSpec(
-                request_id=f"r{number}",
-                arrival_s=ticks * TICK_S,
-                input_tokens=8 * turns + draw(st.integers(1, 5)),
-                output_tokens=output_tokens,
-                max_tokens=draw(st.sampled_from([None, output_tokens, 15])),
-                priority=draw(st.integers(0, 2)),
-                content_ids=tuple(f"{conversation}{turn}" for turn in range(turns)),
-                content_block_tokens=8,
-                cancel_after_s=None if patience is None else patience * TICK_S,
-            )
-        )
-    return tuple(made)
-
-
 @pytest.mark.parametrize("name", ["vllm-v1", "sglang", "trtllm-max-util", "trtllm-no-evict", "ladder"])
-def test_leaps_are_steps_everybody_ends_and_every_block_comes_back(name: str) -> None:
-    @settings(max_examples=60)
-    @given(
-        conversations(),
-        st.sampled_from([12, 16, 24]),
-        st.sampled_from([1, 6, 200]),
-        st.sampled_from(["write_through", "write_back"]),
-        st.sampled_from([0.0, TICK_S, 60 * TICK_S]),
-        st.sampled_from([0, 2]),
-        st.sampled_from(["lru", "lfu"]),
-    )
-    def same(requests, blocks, cpu_blocks, mode, copy_s, failing, eviction) -> None:  # type: ignore[no-untyped-def]
+def test_nobody_is_lost_and_a_leap_is_its_steps(name: str) -> None:
+    @settings(max_examples=40)
+    @given(conversations(), st.sampled_from([12, 16, 24]), copies, st.sampled_from(["lru", "lfu"]))
+    def same(requests: tuple[RequestSpec, ...], blocks: int, tier: Copies, eviction: str) -> None:
         config = EngineConfig(
-            num_gpu_blocks=blocks, block_size=4, max_model_len=44, max_num_seqs=4, max_num_batched_tokens=48
-        )
-        preset = PRESETS[name](config)
-        config = replace(
-            preset.configure(config),
-            num_cpu_prefix_blocks=cpu_blocks,
-            cpu_prefix_mode=mode,
+            num_gpu_blocks=blocks,
+            block_size=4,
+            max_model_len=44,
+            max_num_seqs=4,
+            max_num_batched_tokens=48,
             async_scheduling=True,
         )
-        logs = []
-        for stepping in (False, True):
-            log: list[str] = []
-            record = run_world(
-                config,
-                FixedCost(8 * TICK_S, per_token_s=TICK_S, per_copied_block_s=copy_s),
-                requests,
-                policy=replace(preset.policy, eviction=eviction),
-                check=True,
-                stepping=stepping,
-                failing_copies=lambda fence: failing > 0 and fence % failing == 0,
-                decision_log=lambda entry, log=log: log.append(json.dumps(entry)),
-            )
-            logs.append(
-                (log, [(r.outcome, r.reason, r.first_token_fs, r.ended_fs, r.token_fs) for r in record.requests])
-            )
-            core = record.recorders[0].core
-            assert core.offload is not None
-            assert not core.offload.in_flight
-            assert (core.pool.num_owned, core.pool.num_quarantined, core.offload.tier.num_busy) == (0, 0, 0)
-            assert all(request.outcome not in (None, Outcome.FAILED) for request in record.requests)
-        assert logs[0] == logs[1]
+        assert_nobody_is_lost(scenario_of(name, config, tier, requests, eviction), tier.fails)
 
     same()

@@ -5,48 +5,32 @@ Blocks hold 4 tokens. A window of W tokens needs, of a prefix of T tokens, block
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.core.config import AttentionGroup, EngineConfig
-from sim.core.policies import PRESETS
 from sim.core.request import Outcome, RequestSpec, State
-from sim.costs.constant import FixedCost
-from sim.world import run_world
+from tests.support.tiers import (
+    Copies,
+    assert_nobody_is_lost,
+    conversations,
+    copies,
+    finish,
+    named,
+    pass_all,
+    scenario_of,
+    warm,
+)
 
 SMALL = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_cpu_prefix_blocks": 40}
 FULL, SLIDING = AttentionGroup(block_size=4), AttentionGroup(block_size=4, window=8)
-TICK_S = 2.0**-10
-
-
-def named(names: str) -> dict[str, object]:
-    """A prompt whose content is named, 4 tokens a name."""
-    return {"content_ids": tuple(names), "content_block_tokens": 4}
-
-
-def pass_all(engine, plan) -> None:
-    """The copies that a plan began are done."""
-    for fence in [save[0] for save in plan.saves] + [load[1] for load in plan.loads]:
-        engine.core.pass_fence(fence, engine.now_fs)
-    engine.core.check()
-
-
-def finish(engine) -> None:
-    """Let everybody end and every copy be done."""
-    while (plan := engine.plan()) is not None:
-        engine.commit(plan)
-        pass_all(engine, plan)
 
 
 def warm_engine(drive, names: str = "wxyz", blocks: int = 20, **settings):
     """A prompt of these names has been served and saved, and is nowhere on the device."""
     engine = drive(num_gpu_blocks=blocks, **SMALL | settings)
-    engine.add("W", 4 * len(names) + 1, **named(names))
-    finish(engine)
+    warm(engine, "W", names)
     engine.core.pool.drop_cached()
     return engine
 
@@ -205,31 +189,6 @@ def test_a_stretch_does_not_count_on_blocks_that_slide_out_while_a_copy_reads_th
     assert [(r.outcome, r.num_preemptions) for r in (a, b)] == [(Outcome.FINISHED, 0)] * 2
 
 
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
-    """Turns of a few conversations, singly and in bursts; some stop by themselves, some of their clients leave."""
-    ticks, made = 0, []
-    for number in range(draw(st.integers(4, 16))):
-        ticks += draw(st.sampled_from([0, 0, 8, 40, 90]))
-        conversation, turns = draw(st.sampled_from("abcd")), draw(st.integers(1, 3))
-        output_tokens = draw(st.integers(1, 20))
-        patience = draw(st.sampled_from([None] * 6 + [4, 20, 64]))
-        made.append(
-            RequestSpec(
-                request_id=f"r{number}",
-                arrival_s=ticks * TICK_S,
-                input_tokens=8 * turns + draw(st.integers(1, 5)),
-                output_tokens=output_tokens,
-                max_tokens=draw(st.sampled_from([None, output_tokens, 20])),
-                priority=draw(st.integers(0, 2)),
-                content_ids=tuple(f"{conversation}{turn}" for turn in range(turns)),
-                content_block_tokens=8,
-                cancel_after_s=None if patience is None else patience * TICK_S,
-            )
-        )
-    return tuple(made)
-
-
 KINDS = [
     {"sliding_window": 5},
     {"sliding_window": 9},
@@ -240,58 +199,27 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("name", ["vllm-v1", "sglang", "trtllm-max-util", "ladder"])
-def test_leaps_are_steps_everybody_ends_and_every_block_comes_back(name, kind) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=KINDS.index)
+@pytest.mark.parametrize("name", ["vllm-v1", "sglang", "trtllm-max-util"])
+def test_nobody_is_lost_and_a_leap_is_its_steps(name: str, kind: dict[str, object]) -> None:
     @settings(max_examples=25)
     @given(
-        conversations(),
+        conversations(most_output_tokens=20),
         st.sampled_from([13, 16, 24]),
-        st.sampled_from([1, 6, 200]),
-        st.sampled_from(["write_through", "write_back"]),
-        st.sampled_from([0.0, TICK_S, 60 * TICK_S]),
-        st.sampled_from([0, 2]),
+        copies,
         st.sampled_from(["lru", "lfu"]),
         st.booleans(),
     )
-    def same(requests, blocks, cpu_blocks, mode, copy_s, failing, eviction, ahead) -> None:  # type: ignore[no-untyped-def]
-        groups = len(kind.get("kv_groups", (None,)))
+    def same(requests: tuple[RequestSpec, ...], blocks: int, tier: Copies, eviction: str, ahead: bool) -> None:
         config = EngineConfig(
-            num_gpu_blocks=blocks * groups,
+            num_gpu_blocks=blocks * len(kind.get("kv_groups", (None,))),
             block_size=4,
             max_model_len=48,
             max_num_seqs=4,
             max_num_batched_tokens=48,
+            async_scheduling=ahead,
             **kind,
         )
-        preset = PRESETS[name](config)
-        config = replace(
-            preset.configure(config),
-            num_cpu_prefix_blocks=cpu_blocks,
-            cpu_prefix_mode=mode,
-            async_scheduling=ahead,
-        )
-        logs = []
-        for stepping in (False, True):
-            log: list[str] = []
-            record = run_world(
-                config,
-                FixedCost(8 * TICK_S, per_token_s=TICK_S, per_copied_block_s=copy_s),
-                requests,
-                policy=replace(preset.policy, eviction=eviction),
-                check=True,
-                stepping=stepping,
-                failing_copies=lambda fence: failing > 0 and fence % failing == 0,
-                decision_log=lambda entry, log=log: log.append(json.dumps(entry)),
-            )
-            logs.append(
-                (log, [(r.outcome, r.reason, r.first_token_fs, r.ended_fs, r.token_fs) for r in record.requests])
-            )
-            core = record.recorders[0].core
-            assert core.offload is not None
-            assert not core.offload.in_flight
-            assert (core.pool.num_owned, core.pool.num_quarantined, core.offload.tier.num_busy) == (0, 0, 0)
-            assert all(request.outcome not in (None, Outcome.FAILED) for request in record.requests)
-        assert logs[0] == logs[1]
+        assert_nobody_is_lost(scenario_of(name, config, tier, requests, eviction), tier.fails)
 
     same()

@@ -5,7 +5,6 @@ A real model on a real pool, whose copies really move bytes; how long the world 
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -20,6 +19,7 @@ from gpu.pool import PoisonedReadError
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
 from sim.core.request import RequestSpec
+from tests.support.steady_timer import SteadyTimer
 
 SHAPE = model_shape("tiny-llama-test")
 
@@ -33,21 +33,9 @@ def windowed(window: int | None):
     )
 
 
-class Clock:
-    """Steps of one to eight milliseconds, drawn from a seed: what happens in a run does not depend on the machine's speed."""
-
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-
-    def start(self) -> None: ...
-
-    def stop_fs(self) -> int:
-        return int(self.draw.uniform(1, 8) * 10**12)
-
-
 def paced(inner):
-    """The device, whose steps are said to last as `Clock` says."""
-    inner._timer = Clock(7)
+    """The device, whose steps are said to last as `SteadyTimer` says."""
+    inner._timer = SteadyTimer()
     return inner
 
 
