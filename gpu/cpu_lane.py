@@ -118,7 +118,7 @@ class CpuLane:
         )
         weights: DecoderWeights = self._device_model.weights.to("cpu")
         element = torch.empty(0, dtype=self._device_model.dtype).element_size()
-        workspace = Workspace(workspace_bytes(config, one, element_bytes=element, num_splits=1, twins=True))
+        workspace = Workspace(workspace_bytes(config, one, element_bytes=element, twins=True))
         ops = Ops("cpu", scratch=workspace)
         buffers = BatchBuffers(
             max_tokens=1, max_seqs=1, max_blocks=blocks_for(self._max_model_len, size) + 1, device="cpu"
