@@ -81,6 +81,14 @@ class CpuBlockPool:
         else:
             self._fenced.append((fence, slots))
 
+    def wait(self) -> bool:
+        """Wait on the host until every slot that nobody keeps is free; False when none had to be waited for."""
+        waiting = self._fenced
+        for fence, _ in waiting:
+            fence.wait()
+        self._settle()
+        return bool(waiting)
+
     def _settle(self) -> None:
         waiting: list[tuple[Fence, list[int]]] = []
         for fence, slots in self._fenced:
