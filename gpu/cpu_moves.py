@@ -69,7 +69,9 @@ class CpuMoves:
             del self._saved[key]
         blocks = [block for block, _ in pairs]
         transfer = mover.swap_out(name, blocks)
-        if transfer is None and mover.cpu_pool.wait():  # for the core they were free when the plan that emptied them was done
+        if (
+            transfer is None and mover.cpu_pool.wait()
+        ):  # for the core they were free when the plan that emptied them was done
             transfer = mover.swap_out(name, blocks)
         if transfer is None:
             raise IntegrityError(

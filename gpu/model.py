@@ -30,7 +30,13 @@ class Decoder:
     """A model on one device. Keeps weights and constants; the pool and the workspace are handed in."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, ops: Ops, *, max_positions: int, splits: Sequence[int] = ()
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        ops: Ops,
+        *,
+        max_positions: int,
+        splits: Sequence[int] = (),
     ) -> None:
         self.config, self.weights, self.ops = config, weights, ops
         self.splits = splits

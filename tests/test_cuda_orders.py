@@ -43,7 +43,12 @@ def made(log: Log, **changes):
     """An executor for small batches on the device of `log`, and the request that it may be given."""
     settings = RealSettings(**{"shape": model_shape("tiny-llama-test"), "device": "cuda", **changes})
     config = EngineConfig(
-        num_gpu_blocks=40, block_size=16, max_model_len=256, max_num_seqs=24, max_num_batched_tokens=64, num_cpu_blocks=8
+        num_gpu_blocks=40,
+        block_size=16,
+        max_model_len=256,
+        max_num_seqs=24,
+        max_num_batched_tokens=64,
+        num_cpu_blocks=8,
     )
     spec = RequestSpec(request_id="r", arrival_s=0.0, input_tokens=200, output_tokens=9)
     return RealEngine(settings, [spec]).executor(EngineCore(config))
@@ -233,7 +238,15 @@ def test_steps_of_any_size_are_compiled_once():
         executor = made(log, decode_graphs=False)
         warm = {variant(launch) for _, _, launch in log.of("launch")}
         log.entries.clear()
-        for decodes, tokens, width in ((0, 2, 1), (1, 7, 2), (3, 30, 2), (4, 16, 16), (16, 17, 3), (23, 33, 5), (24, 0, 4)):
+        for decodes, tokens, width in (
+            (0, 2, 1),
+            (1, 7, 2),
+            (3, 30, 2),
+            (4, 16, 16),
+            (16, 17, 3),
+            (23, 33, 5),
+            (24, 0, 4),
+        ):
             rows = [ScheduledRequest("r", 1, 12, (5 + row,), samples=True) for row in range(decodes)]
             prompt = [ScheduledRequest("r", tokens, 0, tuple(range(1, width + 1)), samples=False)] if tokens else []
             executor.workspace.reset()
@@ -251,9 +264,7 @@ def test_the_splits_of_a_graph_are_those_of_its_size():
         executor = made(log)
     splits = executor.model.splits
     assert splits == (2,) * 24  # 256 tokens at most, of which a split has 128 or more
-    grids = {
-        launch.grid for _, _, launch in log.of("launch") if launch.kernel.fn.__name__ == "decode_attention_kernel"
-    }
+    grids = {launch.grid for _, _, launch in log.of("launch") if launch.kernel.fn.__name__ == "decode_attention_kernel"}
     heads = executor.model.config.shape.num_kv_heads
     assert grids == {(size, heads, splits[size - 1]) for size in executor.forward.graphs.sizes}
 

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from .launch import Launch, next_power_of_2
 
-
 SPLITS = 8
 """Splits of a tile: the same for any number of splits, so that one kernel serves all."""
 
