@@ -135,6 +135,7 @@ class TorchExecutor:
         except OUT_OF_MEMORY as error:
             report = oom_report(error, self._moves.during, self.pool.device)
         self.pool.end_step()
+        self._moves.cpu.catch_up()
         return StepResult(durations=Durations.one(0), oom=report)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -170,6 +171,7 @@ class TorchExecutor:
         start_fs = plan.start_fs + sum(durations)
         durations.append(self._timer.stop_fs())
         self.pool.end_step()
+        self._moves.cpu.catch_up()
         self.steps += 1
         self.split_steps += self.forward.num_passes > 1
         if report is not None:
