@@ -116,7 +116,7 @@ def _by_limits(executor: TorchExecutor, limits: Limits) -> Iterator[dict[str, in
                         model.config,
                         engine,
                         element_bytes=model.weights.tensors[0].element_size(),
-                        num_splits=decode_splits(model.config, engine, device),
+                        splits=[decode_splits(model.config, engine, device, count) for count in range(1, seqs + 1)],
                         twins=model.ops.meant == "torch",
                     ),
                     "buffers_bytes": _buffers_bytes(buffers, torch.device("cpu")) + row_bytes * longest,

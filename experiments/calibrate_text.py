@@ -27,8 +27,8 @@ def print_fit(profile: dict[str, Any], out: Path) -> None:
         limits = ", ".join(f"{name} {value:,}" for name, value in memory["limits"].items())
         low, high = memory["workspace_interval"]
         say(
-            f"  memory lines for the account of {memory['engine'].split(',')[0]}: {', '.join(memory['lines'])}, step buffers, and the peak of a "
-            f"step [{low:+.1%}, {high:+.1%}]; measured up to {limits}"
+            f"  memory lines for the account of {memory['engine'].split(',')[0]}: {', '.join(memory['lines'])}, step buffers; peak of a step "
+            f"[{low:+.1%}, {high:+.1%}]; measured up to {limits}"
         )
     for text in profile["identifiability"]:
         say(f"  note: {text}")

@@ -235,12 +235,14 @@ def flags(profile: Path) -> list[str]:
 def test_the_ledger_predicts_the_lines_of_an_executor_with_limits_that_were_not_measured(
     profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights, buffers and the reservation to the byte; the workspace of the widest step within 5 %, and within its interval."""
+    """Weights and the reservation to the byte, buffers within 2 %; the workspace of the widest step within 5 %, and within its interval."""
     assert main(["ledger", *flags(profile), "--json"]) == 0
     lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
     rig = make_rig(replace(MEASURED, **OTHER))
     assert lines["weights"]["bytes"] == rig.memory["weights_bytes"]
-    assert lines["input_buffers"]["bytes"] == rig.memory["buffers_bytes"]
+    buffers = lines["input_buffers"]
+    assert buffers["low_bytes"] <= rig.memory["buffers_bytes"] <= buffers["high_bytes"]
+    assert buffers["bytes"] == pytest.approx(rig.memory["buffers_bytes"], rel=0.02), "their parts are rounded to 256 B"
     reserved = lines["peak_activation"]["bytes"] + lines["kernel_workspaces"]["bytes"]
     assert reserved == pytest.approx(rig.memory["workspace_bytes"], rel=0.001)
     decodes = tuple(Share(1, 399, True, True) for _ in range(11))
@@ -268,14 +270,13 @@ def test_a_simulated_run_predicts_the_memory_of_the_real_one(
         rows = list(csv.DictReader(file))
     assert main(["ledger", *flags(profile), *load[-2:], "--json"]) == 0
     lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
-    tensors = {int(row["tensors_bytes"]) for row in rows}
-    assert tensors == {lines["weights"]["bytes"] + lines["input_buffers"]["bytes"] + 2 * 2 * 4}, (
-        "and the scales of two layers"
-    )
+    (tensors,) = {int(row["tensors_bytes"]) for row in rows}
+    scales = 2 * 2 * 4  # of two layers
+    assert tensors == pytest.approx(lines["weights"]["bytes"] + lines["input_buffers"]["bytes"] + scales, rel=0.005)
     assert {int(row["weights_bytes"]) for row in rows} == {lines["weights"]["bytes"]}
     resident = max(int(row["process_bytes"]) for row in rows)
     pool = 201 * 16 * 512
-    account = lines["non_torch"]["bytes"] + sum(tensors) + pool + summary["executors"][0]["bytes"]["workspace"]
+    account = lines["non_torch"]["bytes"] + tensors + pool + summary["executors"][0]["bytes"]["workspace"]
     assert resident == pytest.approx(account, rel=0.05)
 
 
