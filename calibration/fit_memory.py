@@ -128,7 +128,9 @@ def _line(size: int, low: int | None, high: int | None, how: str) -> dict[str, A
 
 
 def _by_limits(rows: Sequence[Mapping[str, int]], name: str, block_size: int, phases: int) -> dict[str, Any]:
-    """What is taken once, fitted to the limits that it was taken for; the error is the largest of the fit's own."""
+    """What is taken once, fitted to the limits that it was taken for. The error is twice the largest of the fit's own: other limits
+    are rounded otherwise.
+    """
     design = np.asarray(
         [
             limit_features(row["max_num_batched_tokens"], row["max_num_seqs"], row["max_model_len"], block_size)
@@ -140,7 +142,7 @@ def _by_limits(rows: Sequence[Mapping[str, int]], name: str, block_size: int, ph
     weights = fit_max_affine(design, size, phases)
     off = np.abs(predict_max_affine(weights, design) / size - 1)
     key = "reserved" if name == "workspace" else name
-    return {f"{key}_phases": _named(weights, LIMIT_TERMS), f"{key}_error": round(float(off.max()), 5)}
+    return {f"{key}_phases": _named(weights, LIMIT_TERMS), f"{key}_error": round(2 * float(off.max()), 5)}
 
 
 def _named(weights: Array, terms: Mapping[str, str]) -> list[dict[str, float]]:

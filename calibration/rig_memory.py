@@ -24,8 +24,8 @@ from sim.core.need import blocks_for
 
 from .design import Limits
 
-SHARES = (1, 2, 4)
-"""By which each limit is divided, to see how what is taken once follows from it."""
+SHARES = (1.0, 0.61, 0.27, 0.11)
+"""Of each limit, to see how what is taken once follows from it; not halves, at which what is rounded to blocks and bytes would not show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +92,9 @@ def _by_limits(executor: TorchExecutor, limits: Limits) -> Iterator[dict[str, in
     """What the executor reserves, and the buffers it makes, under limits up to those that are measured."""
     model, device = executor.model, executor.pool.device
     row_bytes = storage_bytes([model.rope_table]) // model.rope_table.shape[0]
-    for tokens in _divided(limits.max_num_batched_tokens):
-        for seqs in _divided(limits.max_num_seqs):
-            for longest in _divided(limits.max_model_len):
+    for tokens in _smaller(limits.max_num_batched_tokens):
+        for seqs in _smaller(limits.max_num_seqs):
+            for longest in _smaller(limits.max_model_len):
                 engine = EngineConfig(
                     num_gpu_blocks=1,
                     block_size=limits.block_size,
@@ -128,8 +128,8 @@ def _buffers_bytes(buffers: BatchBuffers, device: Any) -> int:
     return storage_bytes(tensor for tensor in buffers.tensors if tensor.device.type == device.type)
 
 
-def _divided(limit: int) -> list[int]:
-    return sorted({max(1, limit // share) for share in SHARES}, reverse=True)
+def _smaller(limit: int) -> list[int]:
+    return sorted({max(1, round(limit * share)) for share in SHARES}, reverse=True)
 
 
 def _others_bytes(device: Any) -> int | None:

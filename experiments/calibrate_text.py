@@ -26,9 +26,9 @@ def print_fit(profile: dict[str, Any], out: Path) -> None:
     if "lines" in memory:
         limits = ", ".join(f"{name} {value:,}" for name, value in memory["limits"].items())
         low, high = memory["workspace_interval"]
+        names, engine = ", ".join(memory["lines"]), memory["engine"].split(",")[0]
         say(
-            f"  memory lines for the account of {memory['engine'].split(',')[0]}: {', '.join(memory['lines'])}, step buffers; peak of a step "
-            f"[{low:+.1%}, {high:+.1%}]; measured up to {limits}"
+            f"  memory lines of {engine}: {names}, step buffers; a step's peak [{low:+.1%}, {high:+.1%}]; measured up to {limits}"
         )
     for text in profile["identifiability"]:
         say(f"  note: {text}")
