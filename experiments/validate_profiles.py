@@ -204,7 +204,7 @@ def two_rates_correction(
         cost = corrected(kernels, times)
         return of([simulate_requests(A100.scenario(), requests[rate], cost) for rate in A100_CALIBRATED_ON])
 
-    fit = fit_correction(predict, of([runs[rate] for rate in A100_CALIBRATED_ON]))
+    fit = fit_correction(predict, of([runs[rate] for rate in A100_CALIBRATED_ON]), ("step_s", "token_s", "seq_s"))
     return fit, corrected(kernels, fit.found)
 
 
