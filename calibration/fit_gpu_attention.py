@@ -69,20 +69,25 @@ def fit_attention_tables(
     `narrow_tile`: short calls run with a tile of their own. Raises: CalibrationError without rows of any known head counts.
     """
     entries: list[dict[str, Any]] = []
+    left_out = 0
     held: dict[str, Pairs] = {"decode": [], "prefill": [], **{name: [] for name in AXES}}
     for kv_dtype in sorted(set(source.decode["kv_cache_dtype"])):
-        decodes = {heads: _select(source.decode, heads, kv_dtype) for heads in HEADS}
-        prompts = {heads: _select(source.prefill, heads, kv_dtype) for heads in HEADS}
-        present = [heads for heads in HEADS if len(decodes[heads]) >= 60 and len(prompts[heads]) >= 10]
-        prefill = _prefill_lines({heads: prompts[heads] for heads in present}, held["prefill"], narrow_tile)
         element = 1 if kv_dtype == "fp8" else 2
+        timed = {heads: _in_range(_select(source.decode, heads, kv_dtype)) for heads in HEADS}
+        prompts = {heads: _select(source.prefill, heads, kv_dtype) for heads in HEADS}
+        present = [heads for heads in HEADS if len(timed[heads]) >= 60 and len(prompts[heads]) >= 10]
+        decodes = {
+            heads: _without_cached(timed[heads], 2 * heads[1] * HEAD_DIM * element, l2_bytes) for heads in present
+        }
+        left_out += sum(len(timed[heads]) - len(decodes[heads]) for heads in present)
+        prefill = _prefill_lines({heads: prompts[heads] for heads in present}, held["prefill"], narrow_tile)
         entries += [
             {
                 "heads": heads[0],
                 "kv_heads": heads[1],
                 "kv_dtype": kv_dtype,
                 "prefill": prefill[heads],
-                "decode": _decode_grid(decodes[heads], 2 * heads[1] * HEAD_DIM * element, l2_bytes, held),
+                "decode": _decode_grid(decodes[heads], held),
             }
             for heads in present
         ]
@@ -96,6 +101,7 @@ def fit_attention_tables(
                 errors[f"held_out_axis: {kind}"] = error_summary(predicted, measured)
             else:
                 errors[f"held_out_{kind}"] = judged(predicted, measured, TOGETHER)
+    errors["held_out_decode"]["left_out_points"] = left_out
     return entries, errors
 
 
@@ -162,13 +168,18 @@ def _prompt_features(tokens: Array, edge: int) -> Array:
     return np.stack([np.ones(tokens.size), wide, tokens, tokens**2], axis=1)
 
 
-def _decode_grid(
-    table: pd.DataFrame, bytes_per_token: int, l2_bytes: int, held_out: Mapping[str, Pairs]
-) -> dict[str, Any]:
-    """Time by sequences and KV length, without the calls that read their KV from the cache."""
+def _in_range(table: pd.DataFrame) -> pd.DataFrame:
+    return table[(table["batch_size"] <= SEQS[-1]) & (table["kv"] <= KV[-1])]
+
+
+def _without_cached(table: pd.DataFrame, bytes_per_token: int, l2_bytes: int) -> pd.DataFrame:
+    """All calls but those that read their KV from the cache."""
     kv_bytes = table["batch_size"] * table["kv"] * bytes_per_token
-    cached = (kv_bytes > SMALL_BYTES) & (kv_bytes < CACHE_MARGIN * l2_bytes) & (table["kv"] > LAUNCH_ONLY)
-    table = table[~cached & (table["batch_size"] <= SEQS[-1]) & (table["kv"] <= KV[-1])]
+    return table[(kv_bytes <= SMALL_BYTES) | (kv_bytes >= CACHE_MARGIN * l2_bytes) | (table["kv"] <= LAUNCH_ONLY)]
+
+
+def _decode_grid(table: pd.DataFrame, held_out: Mapping[str, Pairs]) -> dict[str, Any]:
+    """Time by sequences and KV length."""
     n, kv, us = (table[name].to_numpy(float) for name in ("batch_size", "kv", "us"))
 
     def fitted(chosen: npt.NDArray[np.bool_], knots: tuple[list[int], list[int]]) -> Array:

@@ -35,6 +35,7 @@ def fit_gemm(table: pd.DataFrame, dtype: str, bandwidth_bytes_per_s: float) -> t
     Raises: CalibrationError for too few shapes.
     """
     table = table[(table["n"] >= WIDTHS[0]) & (table["k"] >= WIDTHS[0]) & (table["m"] <= MAX_TOKENS)]
+    timed_shapes = len(table)
     table, cached_bytes = without_cached(table, ELEMENT_BYTES.get(dtype, 1), bandwidth_bytes_per_s)
     if len(table) < LEAST_POINTS:
         raise CalibrationError(
@@ -59,6 +60,7 @@ def fit_gemm(table: pd.DataFrame, dtype: str, bandwidth_bytes_per_s: float) -> t
     error["same_tile_noise_p95"] = same_tile_noise(table)
     if cached_bytes:
         error["left_out_up_to_bytes"] = cached_bytes
+        error["left_out_points"] = timed_shapes - len(table)
     seen, law = seen_law(np.ones(us.size, dtype=bool))
     levels = fit_field(knots, seen, us, law, tie=tie).tolist()
     term = {

@@ -26,7 +26,7 @@ from experiments.profile_sources import (
     RUNS,
     Case,
 )
-from experiments.validate_profiles import A100_CALIBRATED_ON, rates_of, two_rates_correction
+from experiments.validate_cliff import A100_CALIBRATED_ON, rates_of, two_rates_correction
 from experiments.validate_silicon import errors
 from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile_file import read_profile
