@@ -76,6 +76,8 @@ def fit_attention_tables(
         timed = {heads: _in_range(_select(source.decode, heads, kv_dtype)) for heads in HEADS}
         prompts = {heads: _select(source.prefill, heads, kv_dtype) for heads in HEADS}
         present = [heads for heads in HEADS if len(timed[heads]) >= 60 and len(prompts[heads]) >= 10]
+        if not present:
+            continue
         decodes = {
             heads: _without_cached(timed[heads], 2 * heads[1] * HEAD_DIM * element, l2_bytes) for heads in present
         }
