@@ -58,6 +58,7 @@ def fit_gemm(table: pd.DataFrame, dtype: str, bandwidth_bytes_per_s: float) -> t
     predicted = at(fit_field(knots, seen, us[~held], law, tie=tie), knots, [axis[held] for axis in points])
     error = judged(predicted, us[held], MATRICES)
     error["same_tile_noise_p95"] = same_tile_noise(table)
+    error["deeper_faster_share"] = deeper_faster(table)
     if cached_bytes:
         error["left_out_up_to_bytes"] = cached_bytes
         error["left_out_points"] = timed_shapes - len(table)
@@ -78,6 +79,10 @@ SAME_TILE = (9, 15)
 """Token counts that every kernel runs as one tile: their times differ by nothing but noise."""
 
 
+LONG = 512
+DEEPER_FASTER = 0.95
+
+
 def same_tile_noise(table: pd.DataFrame) -> float | None:
     """95th percentile of how far times of one matrix with 9 to 15 tokens are from their median; None where they were not timed."""
     part = table[(table["m"] >= SAME_TILE[0]) & (table["m"] <= SAME_TILE[1])]
@@ -86,6 +91,16 @@ def same_tile_noise(table: pd.DataFrame) -> float | None:
     by_shape = part.groupby(["n", "k"])["us"]
     off = np.abs(part["us"] / by_shape.transform("median") - 1)
     return round(float(off[by_shape.transform("size") >= 3].quantile(0.95)), 5)
+
+
+def deeper_faster(table: pd.DataFrame) -> float | None:
+    """Share of pairs of neighbouring depths, of matrices as wide and of `LONG` tokens or more, in which the deeper one took at least 5 %
+    less time: more of the same work, so scatter (or another kernel). None where no pair was timed.
+    """
+    part = table[table["m"] >= LONG].sort_values("k")
+    before = part.groupby(["m", "n"])["us"].shift()
+    ratio = (part["us"] / before).dropna()
+    return round(float((ratio < DEEPER_FASTER).mean()), 5) if len(ratio) else None
 
 
 def without_cached(table: pd.DataFrame, element_bytes: int, bandwidth: float) -> tuple[pd.DataFrame, int]:

@@ -49,6 +49,11 @@ def print_kernels(data: Path) -> None:
                     f"  {name:<36} {key:<46} {value['median']:7.1%} {value['p95']:7.1%}"
                     + (f" {value['points']:>6} points" if "points" in value else "")
                     + (f", noise of the table {noise_p95:.1%}" if noise_p95 else "")
+                    + (
+                        f", deeper but faster {value['deeper_faster_share']:.1%}"
+                        if "deeper_faster_share" in value
+                        else ""
+                    )
                     + (f", {left_out} calls served by the cache left out" if left_out else "")
                 )
 
