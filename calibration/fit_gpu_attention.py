@@ -122,7 +122,11 @@ def _prefill_lines(
         laws = _prompt_laws(seen, edges)
         return {
             heads: fit_field(
-                [knots[heads]], [isl], us, _prompt_features(np.asarray(knots[heads]), edges[heads]) @ laws[heads]
+                [knots[heads]],
+                [isl],
+                us,
+                _prompt_features(np.asarray(knots[heads]), edges[heads]) @ laws[heads],
+                passes=1,  # one measurement a knot: nothing tells a wild one from a step
             )
             for heads, (isl, us) in seen.items()
         }
@@ -134,7 +138,7 @@ def _prefill_lines(
     return {
         heads: {
             "chunk": [int(knot) for knot in knots[heads]],
-            "us": [_short(value) for value in np.maximum.accumulate(values)],
+            "us": [_short(value) for value in values],
             **({"narrow_up_to": edges[heads]} if edges[heads] else {}),
         }
         for heads, values in fitted(whole).items()

@@ -115,11 +115,10 @@ def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu, *, stairs: bool)
 
 
 def _launch_s(prefill: Grid, narrow_up_to: int) -> float:
-    """A call of next to nothing. Where calls of a few tokens run with a narrower tile: one of the wide tile, for chunks that share a
+    """The shortest call. Where calls of a few tokens run with a narrower tile: the shortest of the wide tile, for chunks that share a
     call with others run with that.
     """
-    first = next((i for i, chunk in enumerate(prefill.x) if chunk > narrow_up_to), 0)
-    return prefill.z[first][0]
+    return min(row[0] for chunk, row in zip(prefill.x, prefill.z, strict=True) if chunk > narrow_up_to)
 
 
 def times(table: Grid, factor: float) -> Grid:
