@@ -20,7 +20,7 @@ from .exp0_sessions import UNCACHED, with_sessions
 from .profile_sources import A100
 
 A100_CALIBRATED_ON = ("0.5", "0.84")
-POOLS = range(1600, 2600, 50)
+POOLS = range(1600, 2600, 25)
 """Pool sizes that are tried, in blocks, for the one under which exp-0 at 0.84 a second queues as it did."""
 
 
@@ -37,8 +37,7 @@ def print_cliff(data: Path) -> None:
     for label, cost in costs_of(A100).items():
         _print_rates(label, runs, twins(cost))
     fit, cost = two_rates_correction(runs, requests)
-    busy = A100_CALIBRATED_ON[-1]
-    blocks = min(POOLS, key=lambda size: _queue_miss(runs[busy], twins(cost, size)(busy)))
+    blocks = queueing_pool(runs, requests, cost)
     left = ", ".join(f"{off:+.1%}" for off in fit.residuals)
     label = f"corrected on 0.5 and 0.84 only: {text(fit.found)} (left: {left}), pool {blocks:,} blocks"
     _print_rates(label, runs, twins(cost, blocks))
@@ -69,6 +68,17 @@ def two_rates_correction(
 
     fit = fit_correction(predict, of([runs[rate] for rate in A100_CALIBRATED_ON]), ("step_s", "token_s", "seq_s"))
     return fit, corrected(kernels, fit.found)
+
+
+def queueing_pool(runs: dict[str, RecordedRun], requests: dict[str, tuple[RequestSpec, ...]], cost: CostModel) -> int:
+    """The pool under which the busier calibration rate queues as it did, in blocks."""
+    busy = A100_CALIBRATED_ON[-1]
+
+    def miss(blocks: int) -> float:
+        scenario = A100.scenario(num_gpu_blocks_override=blocks)
+        return _queue_miss(runs[busy], simulate_requests(scenario, requests[busy], cost))
+
+    return min(POOLS, key=miss)
 
 
 def _queue_miss(run: RecordedRun, twin: SimulatedRun) -> float:

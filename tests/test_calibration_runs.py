@@ -26,7 +26,7 @@ from experiments.profile_sources import (
     RUNS,
     Case,
 )
-from experiments.validate_cliff import A100_CALIBRATED_ON, rates_of, two_rates_correction
+from experiments.validate_cliff import A100_CALIBRATED_ON, queueing_pool, rates_of, two_rates_correction
 from experiments.validate_silicon import errors
 from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile_file import read_profile
@@ -113,7 +113,7 @@ def test_l4_rates_that_were_not_fitted_to(data_dir: Path) -> None:
     runs = rates_of(folder)
     requests = with_sessions(runs, A100_CALIBRATED_ON)
     _, cost = two_rates_correction(runs, requests)
-    scenario = A100.scenario(num_gpu_blocks_override=2300)  # what `validate_profiles L4` finds from 0.84 a second
+    scenario = A100.scenario(num_gpu_blocks_override=queueing_pool(runs, requests, cost))
     for rate in ("0.67", "1"):
         twin, run = simulate_requests(scenario, requests[rate], cost), runs[rate]
         assert np.nanmedian(twin.tpot_s) == pytest.approx(np.nanmedian(run.tpot_s), rel=0.05)
