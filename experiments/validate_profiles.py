@@ -1,6 +1,7 @@
 """How far the embedded profiles are from what others measured: `python -m experiments.validate_profiles DATA [L1 L2 L3 L4 L5 gaps self]`.
 
-Splits, statistics and thresholds were fixed before the figures were looked at. Every level prints the target, the fitted
+Splits, statistics and thresholds were fixed before the figures were looked at; what was changed in a model afterwards, and on
+what grounds, is said in docs/validation.md. Every level prints the target, the fitted
 profile and the roofline on the same footing.
 """
 
