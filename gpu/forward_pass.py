@@ -61,7 +61,8 @@ class ForwardPass:
         work = [self._work(request) for request in scheduled]
         if self.pool.checked:
             for item in work:
-                self.pool.check_read(item.name, item.block_table)
+                for table in item.tables:
+                    self.pool.check_read(item.name, table)
         if self._most_tokens is not None:
             parts = max(parts, -(-sum(item.num_tokens for item in work) // self._most_tokens))
         size = None if self.graphs is None or eager or parts > 1 else self.graphs.choose(work)
@@ -106,6 +107,7 @@ class ForwardPass:
             context_tokens=start,
             block_table=request.block_table,
             samples=request.samples,
+            group_tables=request.group_tables,
         )
 
     def _sampled(self, batch: StepBatch, work: Sequence[Work]) -> dict[str, int]:
@@ -132,7 +134,8 @@ class ForwardPass:
         try:
             for item in work:
                 last = item.context_tokens + item.num_tokens
-                self.pool.check_content(item.name, item.block_table, last, item.context_tokens)
+                for table, layers in zip(item.tables, self.model.groups.layers, strict=True):
+                    self.pool.check_content(item.name, table, last, item.context_tokens, layers)
         except PoisonedReadError:
             # NaN that was read is passed on: the first that is found need not be the first that was.
             self._name_culprit(work)
@@ -140,13 +143,12 @@ class ForwardPass:
 
     def _name_culprit(self, work: Sequence[Work]) -> None:
         """Find the block that a request should not have read."""
-        size, windows = self.pool.layout.block_size, [kind.window for kind in self.model.config.shape.attention]
+        size, groups = self.pool.layout.block_size, self.model.groups
         for item in work:
             last = item.context_tokens + item.num_tokens
-            first = 0
-            if None not in windows:
-                first = max(item.context_tokens - max(window for window in windows if window is not None) + 1, 0)
-            for index in range(first // size, -(-last // size)):
-                if item.block_table[index]:
-                    low, high = max(first, index * size), min(last, (index + 1) * size)
-                    self.pool.check_content(item.name, item.block_table, high, low)
+            for table, layers, window in zip(item.tables, groups.layers, groups.windows, strict=True):
+                first = 0 if window is None else max(item.context_tokens - window + 1, 0)
+                for index in range(first // size, -(-last // size)):
+                    if table[index]:
+                        low, high = max(first, index * size), min(last, (index + 1) * size)
+                        self.pool.check_content(item.name, table, high, low, layers)

@@ -19,6 +19,7 @@ from .batch import StepBatch
 from .decoder_config import DecoderConfig
 from .kernels.attention import DecodeCall, PrefillCall, choose_splits, split_bytes
 from .kernels.sampling import SampleCall
+from .layer_groups import LayerGroups
 from .ops import Ops
 from .pool import PagedKVPool
 from .weights import DecoderWeights, LayerWeights
@@ -29,9 +30,20 @@ class Decoder:
     """A model on one device. Keeps weights and constants; the pool and the workspace are handed in."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, ops: Ops, *, max_positions: int, num_splits: int = 1
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        ops: Ops,
+        *,
+        max_positions: int,
+        num_splits: int = 1,
+        groups: LayerGroups | None = None,
     ) -> None:
+        """`groups` says which block table each layer reads; by default all read one, which gives back only what none of them sees."""
         self.config, self.weights, self.ops = config, weights, ops
+        self.groups = LayerGroups.one(config.shape) if groups is None else groups
+        """Which layers share a block table."""
+        self._places = self.groups.places()
         self.num_splits = num_splits
         """Programs that share a decoding sequence; fixed, so that its workspace is too."""
         self.dtype = weights.embedding.dtype
@@ -86,8 +98,9 @@ class Decoder:
         rows, q_size, head_dim = int(x.shape[0]), config.query_size, config.head_dim
         query, key, value = self._project(layer, work, x)
         self.ops.rope(query, key, self.rope_table, batch.positions)
-        cache = pool.layer(index)
-        self.ops.store_kv(key, value, cache, batch.slots)
+        group, place = self._places[index]
+        cache, held = pool.layer(place), batch.groups[group]
+        self.ops.store_kv(key, value, cache, held.slots)
         mixed = work.take("attention", (rows, shape.num_attention_heads, head_dim), self.dtype)
         decodes, window = batch.num_decodes, config.window(index)
         common = {"cache": cache, "softmax_scale": head_dim**-0.5, "window": window}
@@ -96,8 +109,8 @@ class Decoder:
                 DecodeCall(
                     query=query[:decodes],
                     out=mixed[:decodes],
-                    block_table=batch.block_table[:decodes],
-                    seq_lens=batch.seq_lens[:decodes],
+                    block_table=held.block_table[:decodes],
+                    seq_lens=held.seq_lens[:decodes],
                     **common,
                     **self._splits(work, decodes),
                 )
@@ -107,8 +120,8 @@ class Decoder:
                 PrefillCall(
                     query=query[decodes:],
                     out=mixed[decodes:],
-                    block_table=batch.block_table[decodes:],
-                    seq_lens=batch.seq_lens[decodes:],
+                    block_table=held.block_table[decodes:],
+                    seq_lens=held.seq_lens[decodes:],
                     query_starts=batch.query_starts,
                     **common,
                 )

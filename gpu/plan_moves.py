@@ -1,7 +1,8 @@
 """PlanMoves: what a plan does to blocks before anything is computed, and the device's book of who holds them.
 
-Order, for one plan: saves, forks, swap-outs, releases, copies, swap-ins, loads. Forks share blocks that the releases give back,
-swap-outs read them, releases make room that copies, swap-ins and loads fill. A move that ran out of memory stays in the
+Order, for one plan: what slid out of windows, saves, forks, swap-outs, releases, copies, swap-ins, loads. What slid out in the stretch
+before, the core may have given to anybody since; forks share blocks that the releases give back, swap-outs read them, releases make
+room that copies, swap-ins and loads fill. A move that ran out of memory stays in the
 journal with all that follow, and is done before the next plan's: the core has taken the step back, so nobody has written in
 between.
 """
@@ -23,17 +24,23 @@ from .ops import Ops
 from .pool import PagedKVPool
 
 
+Tables = tuple[tuple[int, ...], ...]
+"""The block tables of one request, one an attention group."""
+
+
 class PlanMoves:
     """Moves blocks of one device pool as plans say."""
 
-    def __init__(self, pool: PagedKVPool, ops: Ops, cpu: CpuMoves, *, is_cached: Callable[[int], bool]) -> None:
-        self._pool, self._ops = pool, ops
+    def __init__(
+        self, pool: PagedKVPool, ops: Ops, cpu: CpuMoves, *, is_cached: Callable[[int], bool], num_groups: int = 1
+    ) -> None:
+        self._pool, self._ops, self._num_groups = pool, ops, num_groups
         self.cpu = cpu
         """Moves between the device and the CPU."""
         self._is_cached = is_cached
         """Whether a prefix cache may still find what a block holds: then it is not poisoned."""
         self._journal: deque[tuple[str, Callable[[], None]]] = deque()
-        self._held: dict[str, tuple[int, ...]] = {}
+        self._held: dict[str, Tables] = {}
         self._copied_away: set[int] = set()  # sources of copies since a step was last computed
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
         self._loading: set[str] = set()  # hold blocks that were loaded for them, and have not been in a step with them
@@ -58,6 +65,8 @@ class PlanMoves:
         """
         self._copied_away.update(source for source, _ in plan.copies)
         never_used = self._unsettled | self._loading | set(plan.preempted)
+        for request_id, blocks in plan.slid:
+            self._put(f"what slid out of the window of {request_id}", partial(self._release, request_id, blocks))
         for _, pairs in plan.saves:
             self._put("save to the prefix tier", partial(self.cpu.save, pairs))
         releases = list(plan.releases)
@@ -92,13 +101,13 @@ class PlanMoves:
             IntegrityError: a block left the table that nobody released and no copy replaced (checked mode).
             FenceError: a block's last reader is not done (checked mode).
         """
-        name, table = scheduled.request_id, scheduled.block_table
+        name, tables = scheduled.request_id, scheduled.group_tables or (scheduled.block_table,)
         before = self._held.get(name, ())
         self._unsettled.discard(name)
         self._loading.discard(name)
-        if table == before:
+        if tables == before:
             return
-        gone = set(before).difference(table) - {NO_BLOCK}
+        gone = _blocks(before).difference(_blocks(tables))
         if gone:
             unexplained = gone - self._copied_away
             if self._pool.checked and unexplained:
@@ -106,8 +115,9 @@ class PlanMoves:
                     f"{name} no longer uses blocks {sorted(unexplained)} at step {self._pool.clock.step}, and no plan released them"
                 )
             self._give_back(name, sorted(gone))
-        self._held[name] = table  # first: should poisoning fail, the step is taken back with the blocks
-        self._pool.assign(name, table, scheduled.context_tokens)
+        self._held[name] = tables  # first: should poisoning fail, the step is taken back with the blocks
+        for table in tables:
+            self._pool.assign(name, table, scheduled.context_tokens)
 
     def settle(self) -> None:
         """The first step of the plan was computed: its copies are part of the tables now."""
@@ -115,13 +125,13 @@ class PlanMoves:
 
     def take_back(self, scheduled: ScheduledRequest) -> None:
         """The first step of a plan computed nothing: the core has cut the request's table to its context."""
-        name, table = scheduled.request_id, self._held.get(scheduled.request_id)
-        if table is None:
+        name, tables = scheduled.request_id, self._held.get(scheduled.request_id)
+        if tables is None:
             self._unsettled.add(name)
             return
         keep = blocks_for(scheduled.context_tokens, self._pool.layout.block_size)
-        self._give_back(name, table[keep:])
-        self._held[name] = table[:keep]
+        self._give_back(name, [block for table in tables for block in table[keep:]])
+        self._held[name] = tuple(table[:keep] for table in tables)
 
     def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """The run is over: give back what was released after the last plan."""
@@ -142,17 +152,18 @@ class PlanMoves:
             self._journal.popleft()
         self.during = ""
 
-    def _release(self, name: str, blocks: Sequence[int], *, strict: bool, whole: bool = False) -> None:
+    def _release(self, name: str, blocks: Sequence[int], *, strict: bool = True, whole: bool = False) -> None:
         """Not `strict`: somebody gives back, with the rest, blocks that it got in the same plan and never used. A victim gives back the
         `whole` of what it held, also a block that a copy was to replace in this plan, and has not.
         """
-        held = self._held.get(name, ())
+        tables = self._held.get(name, ())
+        held = _blocks(tables)
         if whole:
-            blocks = held
+            blocks = sorted(held)
         self._give_back(name, blocks if strict else [block for block in blocks if block in held])
         given = set(blocks)
-        rest = tuple(NO_BLOCK if block in given else block for block in held)
-        if any(rest):
+        rest = tuple(tuple(NO_BLOCK if block in given else block for block in table) for table in tables)
+        if any(map(any, rest)):
             self._held[name] = rest
         else:
             self._held.pop(name, None)
@@ -164,10 +175,11 @@ class PlanMoves:
         self._pool.release(name, [block for block in given if block in kept], keep_content=True)
         self._pool.release(name, [block for block in given if block not in kept])
 
-    def _fork(self, name: str, table: tuple[int, ...]) -> None:
-        """`name` holds blocks that its source holds too: nothing is fresh, all is written."""
-        self._pool.assign(name, table, len(table) * self._pool.layout.block_size)
-        self._held[name] = table
+    def _fork(self, name: str, blocks: tuple[int, ...]) -> None:
+        """`name` holds blocks that its source holds too, group by group: nothing is fresh, all is written."""
+        self._pool.assign(name, blocks, len(blocks) * self._pool.layout.block_size)
+        length = len(blocks) // self._num_groups  # tables of one request are equally long: blocks hold equally many tokens
+        self._held[name] = tuple(blocks[start : start + length] for start in range(0, len(blocks), length))
 
     def _copy(self, copies: Pairs) -> None:
         device = self._pool.device
@@ -179,9 +191,14 @@ class PlanMoves:
         """The blocks are the request's from here on, though no step has them in a table yet."""
         targets = tuple(block for _, block in pairs)
         self._pool.assign(name, targets, len(targets) * self._pool.layout.block_size)
-        self._held[name] = targets
+        self._held[name] = (targets,)  # the tier is for models with one table
         self._loading.add(name)
         self.cpu.load(pairs)
+
+
+def _blocks(tables: Tables) -> set[int]:
+    """The blocks in all tables of a request."""
+    return {block for table in tables for block in table} - {NO_BLOCK}
 
 
 def independent(copies: Pairs) -> Iterator[list[tuple[int, int]]]:

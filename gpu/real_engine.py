@@ -26,6 +26,7 @@ from .decoder_config import DecoderConfig
 from .device import find_device
 from .executor import TorchExecutor
 from .forward_pass import ForwardPass
+from .layer_groups import LayerGroups
 from .layout import KVLayout
 from .machine import available_bytes, machine_facts
 from .metering import GIB, DeviceBudget, StorageMeter
@@ -76,15 +77,11 @@ class RealEngine:
         """An executor for `core`, with a pool of the core's size.
 
         Raises:
-            ConfigError: a cache format without a real pool, or a model with several attention groups.
+            ConfigError: a cache format without a real pool, or attention groups that are not the model's.
             OutOfMemoryError: the pool or the workspace does not fit.
         """
         engine, shape, settings = core.config, self.config.shape, self.settings
-        if engine.kv_groups:
-            raise ConfigError(
-                f"{shape.name} has {len(engine.kv_groups)} attention groups, each with a block table of its own; executor torch serves "
-                "from one: use engine_version 0.9.2, which keeps every token of every layer, or simulate"
-            )
+        groups = LayerGroups.of(shape, engine.groups)
         ops = Ops(self.device)
         splits = decode_splits(self.config, engine, self.device)
         most = settings.micro_batch_tokens
@@ -96,7 +93,7 @@ class RealEngine:
             twins=ops.meant == "torch",
         )
         layout = KVLayout(
-            num_layers=shape.num_layers,
+            num_layers=groups.num_places,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=engine.block_size,
@@ -115,7 +112,9 @@ class RealEngine:
         if engine.num_cpu_prefix_blocks:
             tier = BlockMover(pool, CpuBlockPool(layout, engine.num_cpu_prefix_blocks), ops)
         forward = ForwardPass(
-            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, num_splits=splits),
+            Decoder(
+                self.config, self.weights, ops, max_positions=engine.max_model_len, num_splits=splits, groups=groups
+            ),
             pool,
             workspace,
             self._buffers(engine),
@@ -221,6 +220,7 @@ class RealEngine:
             max_seqs=seqs,
             max_blocks=blocks,
             device=self.device,
+            num_groups=len(engine.groups),
         )
 
     def _load(self) -> DecoderWeights:

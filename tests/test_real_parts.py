@@ -132,21 +132,21 @@ def test_a_batch_puts_decodes_first_and_slots_where_the_tables_say():
     assert batch.sampled == ("decode", "prompt")
     assert batch.num_decodes == 1
     assert batch.positions.tolist() == [6, 0, 1, 2, 3, 4, 4, 5, 6]
-    assert batch.slots.tolist() == [2 * 4 + 2, 12, 13, 14, 15, 4, 24, 25, 26]
-    assert batch.seq_lens.tolist() == [7, 5, 7]
+    assert batch.groups[0].slots.tolist() == [2 * 4 + 2, 12, 13, 14, 15, 4, 24, 25, 26]
+    assert batch.groups[0].seq_lens.tolist() == [7, 5, 7]
     assert batch.query_starts.tolist() == [0, 5, 8]
     assert batch.sample_rows.tolist() == [0, 5]
-    assert batch.block_table.tolist() == [[7, 2], [3, 1], [5, 6]]
+    assert batch.groups[0].block_table.tolist() == [[7, 2], [3, 1], [5, 6]]
     assert batch.uniform.tolist() == [0.75, 0.25]
     assert batch.top_k.tolist() == [3, 3]
 
 
 def test_blocks_that_were_given_up_are_left_out_and_positions_stay():
     batch = buffers().fill([work("cut", 13, 1, (9, 0, 0, 4))], 4, Sampling())
-    assert batch.block_table.tolist()[0][:2] == [9, 4]
-    assert batch.seq_lens.tolist() == [6]
+    assert batch.groups[0].block_table.tolist()[0][:2] == [9, 4]
+    assert batch.groups[0].seq_lens.tolist() == [6]
     assert batch.positions.tolist() == [13]
-    assert batch.slots.tolist() == [4 * 4 + 1]
+    assert batch.groups[0].slots.tolist() == [4 * 4 + 1]
 
 
 @pytest.mark.parametrize("table", [(1,), (1, 0), ()])
