@@ -385,8 +385,9 @@ def test_random_weights_depend_on_the_seed_and_nothing_else():
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("mixtral-8x7b", "architecture is mixtral"), ("deepseek-v2-lite", "deepseek_v2"), ("gemma-2-9b", "gemma2")],
-)
+    [("mixtral-8x7b", "architecture is mixtral"), ("deepseek-v2-lite", "deepseek_v2"), ("gemma-2-9b", "gemma2, with capped"),
+     ("gpt-oss-20b", "gpt_oss, with attention sinks and experts; llama, mistral, qwen2, qwen3 can be")],
+)  # fmt: skip
 def test_a_model_of_another_family_is_refused_with_the_reason(name, why):
     with pytest.raises(ConfigError, match=f"{name} cannot be run for real.*{why}"):
         DecoderConfig.of(model_shape(name))

@@ -1,7 +1,7 @@
 """Small scenarios that push an engine into every corner in which memory management could change an answer.
 
 Each kind puts pressure on one thing (blocks, chunks, shared prefixes, conversations, the CPU pool, clients that leave,
-priorities, a sliding window) and exists in three seeded sizes. They are small enough for a CPU and a random model of two
+priorities, a sliding window, windows beside full attention) and exists in three seeded sizes. They are small enough for a CPU and a random model of two
 layers; arrivals are milliseconds apart, as such a model's steps are.
 """
 
@@ -16,17 +16,23 @@ from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
 from sim.core.forking import Forking
 from sim.core.request import RequestSpec, samples
+from sim.memory import build_ledger
+from sim.simulation import core_groups
 
 if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
 
 MODEL = "tiny-llama-test"
-"""The model of every scenario: Llama's shape, two layers, random weights."""
+"""The model of most scenarios: Llama's shape, two layers, random weights."""
+HYBRID = "tiny-hybrid-test"
+"""The model of scenarios with several attention groups: five layers, three of them with a window."""
 MAX_MODEL_LEN = 48
 """Tokens of the longest sequence: few enough that a whole one fits every pool, as contiguous reservation needs."""
 BLOCK_SIZE = 4
 VARIANTS = 3
 """Scenarios of each kind."""
+ANY_GPU = "h100-sxm-80gb"
+"""How a pool is laid out over layers does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,9 @@ class SmallScenario:
 
     @property
     def roomy(self) -> SmallScenario:
-        """The same requests with nothing in the way: room for all at once, whole prompts, nobody leaves."""
+        """The same requests with nothing in the way: room for all at once, whole prompts, nobody leaves. With several attention groups
+        also one table for all layers, which keeps every token: the windows are in the model alone.
+        """
         patient = tuple(replace(spec, cancel_after_s=None, timeout_s=None) for spec in self.requests)
         engine = EngineConfig(
             num_gpu_blocks=len(patient) * MAX_MODEL_LEN // BLOCK_SIZE + 1,
@@ -55,6 +63,18 @@ class SmallScenario:
             sliding_window=self.engine.sliding_window,
         )
         return replace(self, requests=patient, engine=engine)
+
+
+def windowed(shape: ModelShape, window: int) -> ModelShape:
+    """`shape` with that window in every layer, or, where some layers have one and some have not, in those."""
+    has_one = shape.has_window
+    return replace(
+        shape,
+        architecture=shape.architecture if has_one else "mistral",
+        attention=tuple(
+            kind if has_one and kind.window is None else replace(kind, window=window) for kind in shape.attention
+        ),
+    )
 
 
 def _requests(
@@ -167,6 +187,42 @@ def _window(draw: random.Random) -> _Made:
     )
 
 
+def _hybrid_engine(draw: random.Random, **changes: object) -> EngineConfig:
+    """An engine for windows beside full attention: what the ledger says of such a model, and room for little more than one request of the longest length."""
+    shape = windowed(model_shape(HYBRID), draw.choice((6, 9, 13)))
+    ledger = build_ledger(shape, ANY_GPU, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
+    settings = {"num_gpu_blocks": draw.randint(36, 40), "max_num_batched_tokens": 16, **changes}
+    return _engine(kv_groups=core_groups(ledger), **settings)
+
+
+def _hybrid(draw: random.Random) -> _Made:
+    """Prompts in chunks, some of which begin alike."""
+    requests = [
+        replace(
+            spec,
+            content_ids=tuple(draw.choice("ab") for _ in range(draw.randint(0, spec.input_tokens // 4))),
+            content_block_tokens=4,
+        )
+        for spec in _requests(draw, 9, (8, 30), (6, 18))
+    ]
+    return requests, _hybrid_engine(draw, reserve_full_prompt=draw.random() < 0.5)
+
+
+def _hybrid_swaps(draw: random.Random) -> _Made:
+    """Requests that go to the CPU pool, and clients that leave."""
+    requests = [
+        replace(spec, cancel_after_s=draw.random() * 0.08 if draw.random() < 0.3 else None)
+        for spec in _requests(draw, 9, (4, 26), (8, 22))
+    ]
+    return requests, _hybrid_engine(draw, num_cpu_blocks=draw.choice((12, 24, 60)))
+
+
+def _hybrid_beams(draw: random.Random) -> _Made:
+    """Beams that fork: copies of shared blocks in every group."""
+    requests, engine = _beams(draw)
+    return requests, _hybrid_engine(draw, max_num_seqs=engine.max_num_seqs)
+
+
 KINDS: dict[str, Callable[[random.Random], _Made]] = {
     "pressure": _pressure,
     "chunks": _chunks,
@@ -178,16 +234,19 @@ KINDS: dict[str, Callable[[random.Random], _Made]] = {
     "samples": _samples,
     "beams": _beams,
     "window": _window,
+    "hybrid": _hybrid,
+    "hybrid-swaps": _hybrid_swaps,
+    "hybrid-beams": _hybrid_beams,
 }
 """How each kind is made, by name."""
 
 
 def _make(kind: str, variant: int) -> SmallScenario:
     requests, engine = KINDS[kind](random.Random(f"{kind}-{variant}"))
-    shape = model_shape(MODEL)
-    if engine.sliding_window is not None:
-        windowed = tuple(replace(part, window=engine.sliding_window) for part in shape.attention)
-        shape = replace(shape, architecture="mistral", attention=windowed)
+    shape = model_shape(HYBRID if engine.kv_groups else MODEL)
+    for group in engine.groups:
+        if group.window is not None:
+            shape = windowed(shape, group.window)
     return SmallScenario(name=f"{kind}-{variant}", requests=tuple(requests), engine=engine, shape=shape, seed=variant)
 
 
