@@ -90,9 +90,7 @@ class StepBatch:
 class BatchBuffers:
     """Room for the largest step that the engine may plan."""
 
-    def __init__(
-        self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any, num_groups: int = 1
-    ) -> None:
+    def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any, num_groups: int = 1) -> None:
         """`max_blocks` is the length of the longest block table, `num_groups` how many of them a sequence has."""
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
         device = torch.device(device)

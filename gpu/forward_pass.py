@@ -135,20 +135,21 @@ class ForwardPass:
             for item in work:
                 last = item.context_tokens + item.num_tokens
                 for table, layers in zip(item.tables, self.model.groups.layers, strict=True):
-                    self.pool.check_content(item.name, table, last, item.context_tokens, layers)
+                    self.pool.check_content(item.name, table, last, item.context_tokens, list(enumerate(layers)))
         except PoisonedReadError:
             # NaN that was read is passed on: the first that is found need not be the first that was.
             self._name_culprit(work)
             raise
 
     def _name_culprit(self, work: Sequence[Work]) -> None:
-        """Find the block that a request should not have read."""
+        """Find the block that a request should not have read. What a layer reads is broken before what later layers make of it."""
         size, groups = self.pool.layout.block_size, self.model.groups
-        for item in work:
-            last = item.context_tokens + item.num_tokens
-            for table, layers, window in zip(item.tables, groups.layers, groups.windows, strict=True):
+        for layer, (group, place) in enumerate(groups.places()):
+            window = groups.windows[group]
+            for item in work:
+                table, last = item.tables[group], item.context_tokens + item.num_tokens
                 first = 0 if window is None else max(item.context_tokens - window + 1, 0)
                 for index in range(first // size, -(-last // size)):
                     if table[index]:
                         low, high = max(first, index * size), min(last, (index + 1) * size)
-                        self.pool.check_content(item.name, table, high, low, layers)
+                        self.pool.check_content(item.name, table, high, low, [(place, layer)])

@@ -23,7 +23,6 @@ from .cpu_moves import CpuMoves, Pairs
 from .ops import Ops
 from .pool import PagedKVPool
 
-
 Tables = tuple[tuple[int, ...], ...]
 """The block tables of one request, one an attention group."""
 
@@ -178,7 +177,9 @@ class PlanMoves:
     def _fork(self, name: str, blocks: tuple[int, ...]) -> None:
         """`name` holds blocks that its source holds too, group by group: nothing is fresh, all is written."""
         self._pool.assign(name, blocks, len(blocks) * self._pool.layout.block_size)
-        length = len(blocks) // self._num_groups  # tables of one request are equally long: blocks hold equally many tokens
+        length = (
+            len(blocks) // self._num_groups
+        )  # tables of one request are equally long: blocks hold equally many tokens
         self._held[name] = tuple(blocks[start : start + length] for start in range(0, len(blocks), length))
 
     def _copy(self, copies: Pairs) -> None:

@@ -171,22 +171,22 @@ class PagedKVPool:
         block_table: Sequence[int],
         num_tokens: int,
         first_token: int = 0,
-        layers: Sequence[int] | None = None,
+        places: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Verify that tokens `[first_token, num_tokens)` of a table are written in every layer, or in the first places of its blocks,
-        where these `layers` keep their KV. Reads the blocks, and waits for the device: for checked runs and for naming the culprit
-        once NaN has been seen.
+        """Verify that tokens `[first_token, num_tokens)` of a table are written in every layer, or at these `(place, layer)` of its
+        blocks. Reads the blocks, and waits for the device: for checked runs and for naming the culprit once NaN has been seen.
 
         Raises:
             PoisonedReadError: one is not.
         """
         size = self.layout.block_size
-        views = list(zip(range(len(self._layers)) if layers is None else layers, self._layers, strict=False))
+        if places is None:
+            places = [(layer, layer) for layer in range(self.layout.num_layers)]
         for index in range(first_token // size, -(-num_tokens // size)):
             block_id = block_table[index]
             low, high = max(first_token - index * size, 0), min(num_tokens - index * size, size)
-            for layer, view in views:
-                tokens = _broken_tokens(view, block_id, low, high)
+            for place, layer in places:
+                tokens = _broken_tokens(self._layers[place], block_id, low, high)
                 if tokens:
                     released = self.tags.last_release(block_id)
                     what = "NO_BLOCK, which holds nothing," if block_id == NO_BLOCK else f"block {block_id}"

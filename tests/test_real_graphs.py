@@ -167,7 +167,9 @@ def test_what_a_replay_does_is_on_record_as_if_it_were_called():
 # -- whole runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pressure-0", "swaps-1", "prefixes-2", "window-0", "samples-1", "leavers-1"])
+@pytest.mark.parametrize(
+    "name", ["pressure-0", "swaps-1", "prefixes-2", "window-0", "samples-1", "leavers-1", "hybrid-swaps-1"]
+)
 @pytest.mark.usefixtures("steady_time")
 def test_padded_buckets_change_no_answer(name):
     run = run_for_real(SCENARIOS[name], preset("vllm-v1"), decode_graphs=True)

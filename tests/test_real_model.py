@@ -20,7 +20,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from experiments.real_run import run_scenario
 from gpu.batch import BatchBuffers, Sampling, Work
 from gpu.cpu_pool import CpuBlockPool
 from gpu.decoder_config import DecoderConfig, RotaryConfig
@@ -34,7 +33,6 @@ from gpu.real_settings import RealSettings
 from gpu.swap import BlockMover
 from gpu.weights import DecoderWeights
 from gpu.workspace import Workspace
-from sim import Scenario
 from sim.catalog.hf_config import read_config, shape_from_config
 from sim.catalog.models import model_shape
 from sim.core.blocks import BlockPool
@@ -99,7 +97,9 @@ class Bench:
         weights = DecoderWeights.from_state(self.config, self.reference.state_dict(), dtype=torch.float32, device="cpu")
         self.work = Workspace(1 << 23)
         self.ops = Ops("cpu", scratch=self.work)
-        ledger = build_ledger(shape, "h100-sxm-80gb", dtype="float32", block_size=BLOCK_SIZE, max_num_batched_tokens=128)
+        ledger = build_ledger(
+            shape, "h100-sxm-80gb", dtype="float32", block_size=BLOCK_SIZE, max_num_batched_tokens=128
+        )
         self.engine = EngineConfig(
             num_gpu_blocks=192,
             block_size=BLOCK_SIZE,
@@ -304,7 +304,12 @@ def test_of_several_groups_those_with_windows_give_blocks_back_and_nothing_chang
     and 2: one group each, beside that of layer 0.
     """
     for family, layers, windows, passed in (
-        ("qwen3-hybrid", ((0, 4), (2,), (1, 3)), (11, 11, None), 8),  # the last step began at token 42, which sees 32 to 42
+        (
+            "qwen3-hybrid",
+            ((0, 4), (2,), (1, 3)),
+            (11, 11, None),
+            8,
+        ),  # the last step began at token 42, which sees 32 to 42
         ("qwen2-hybrid", ((0,), (1,), (2,)), (None, 6, 6), 9),  # it sees 37 to 42
     ):
         bench = Bench(family)
@@ -361,9 +366,7 @@ def test_a_folder_as_transformers_saves_it_is_served_as_transformers_answers(fam
         shape=read_config(tmp_path / "config.json"), source=str(tmp_path), dtype="float32", checked=True
     )
     engine = RealEngine(settings, requests)
-    config = replace(
-        bench.engine, num_gpu_blocks=40, max_model_len=48, max_num_seqs=3, max_num_batched_tokens=11
-    )
+    config = replace(bench.engine, num_gpu_blocks=40, max_model_len=48, max_num_seqs=3, max_num_batched_tokens=11)
     record = run_world(config, FixedCost(1.0), requests, executor=engine.executor)
     assert all(request.outcome is Outcome.FINISHED for request in record.requests)
     for spec in requests:

@@ -1,8 +1,8 @@
 """Small scenarios that push an engine into every corner in which memory management could change an answer.
 
 Each kind puts pressure on one thing (blocks, chunks, shared prefixes, conversations, the CPU pool, clients that leave,
-priorities, a sliding window, windows beside full attention) and exists in three seeded sizes. They are small enough for a CPU and a random model of two
-layers; arrivals are milliseconds apart, as such a model's steps are.
+priorities, a sliding window, windows beside full attention) and exists in three seeded sizes. They are small enough for a CPU
+and a random model of a few layers; arrivals are milliseconds apart, as such a model's steps are.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def _window(draw: random.Random) -> _Made:
 
 
 def _hybrid_engine(draw: random.Random, **changes: object) -> EngineConfig:
-    """An engine for windows beside full attention: what the ledger says of such a model, and room for little more than one request of the longest length."""
-    shape = windowed(model_shape(HYBRID), draw.choice((6, 9, 13)))
+    """An engine for windows beside full attention, with the ledger's groups and room for little more than one longest request."""
+    shape = windowed(model_shape(HYBRID), draw.choice((6, 7, 11)))
     ledger = build_ledger(shape, ANY_GPU, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
     settings = {"num_gpu_blocks": draw.randint(36, 40), "max_num_batched_tokens": 16, **changes}
     return _engine(kv_groups=core_groups(ledger), **settings)
