@@ -107,8 +107,8 @@ class BatchBuffers:
     @property
     def tensors(self) -> list[Any]:
         """The buffers, on host and device."""
-        own = [buffer for buffer in vars(self).values() if isinstance(buffer, StepBuffer)]
-        return [tensor for buffer in (*own, *self._groups) for tensor in buffer.tensors]
+        own = [tensor for each in vars(self).values() if isinstance(each, StepBuffer) for tensor in each.tensors]
+        return own + [tensor for group in self._groups for tensor in group.tensors]
 
     def fill(
         self,

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from experiments.cli import main
 from experiments.real_run import run_scenario
 from experiments.validation import SCENARIOS, check_cell, reference_answers, replay, run_for_real
-from experiments.validation.scenarios import ANY_GPU, BLOCK_SIZE, HYBRID, MAX_MODEL_LEN, SmallScenario, windowed
+from experiments.validation.scenario_kinds import ANY_GPU, BLOCK_SIZE, HYBRID, MAX_MODEL_LEN, windowed
+from experiments.validation.scenarios import SmallScenario
 from experiments.validation.worlds import Recorded, changed_answers, first_difference, preset, with_engine
 from gpu.cpu_moves import CpuMoves
 from gpu.layout import KVLayout

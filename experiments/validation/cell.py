@@ -9,7 +9,8 @@ from typing import Any
 from sim.core.plan import Executor
 from sim.memory import build_ledger
 
-from .scenarios import ANY_GPU, SmallScenario
+from .scenario_kinds import ANY_GPU
+from .scenarios import SmallScenario
 from .worlds import changed_answers, first_difference, preset, reference_answers, replay, run_for_real
 
 TOLERANCES = {"weights": 0.0, "kv_cache": 0.001}
