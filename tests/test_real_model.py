@@ -396,6 +396,26 @@ def test_a_model_of_another_family_is_refused_with_the_reason(name, why):
         DecoderConfig.of(model_shape(name))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"use_sliding_window": True, "sliding_window": 8},  # from layer 28 on: both have a default of max_window_layers
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 15},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 3},
+        {"sliding_window": 8, "max_window_layers": 3},
+    ],
+)
+def test_layers_have_the_windows_that_transformers_gives_them(family, stated):
+    values = {**SIZES, "num_hidden_layers": 30, **stated}
+    shape = shape_from_config({"model_type": family, **values}, name=family)
+    config = FAMILIES[family][0](**values)
+    want = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+    assert [shape.attention_at(layer).window for layer in range(30)] == want
+
+
 def test_an_unknown_rotary_scaling_is_refused():
     with pytest.raises(ConfigError, match="yarn.*default, linear and llama3"):
         RotaryConfig.from_values({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})

@@ -149,6 +149,23 @@ def test_blocks_that_were_given_up_are_left_out_and_positions_stay():
     assert batch.groups[0].slots.tolist() == [4 * 4 + 1]
 
 
+def test_each_group_has_its_own_slots_tables_and_lengths():
+    """A window and full attention: what slid out of the one is read by the other. Positions are the sequence's, whoever reads."""
+    both = [
+        replace(work("decode", 13, 1, (0, 0, 5, 4)), group_tables=((0, 0, 5, 4), (9, 8, 7, 6))),
+        replace(work("chunk", 4, 3, (1, 2)), group_tables=((1, 2), (3, 10))),
+    ]
+    batch = buffers(num_groups=2).fill(both, 4, Sampling())
+    window, full = batch.groups
+    assert [window.slots.tolist(), full.slots.tolist()] == [[17, 8, 9, 10], [25, 40, 41, 42]]
+    assert [window.seq_lens.tolist(), full.seq_lens.tolist()] == [[14 - 8, 7], [14, 7]]
+    assert window.block_table[:, :2].tolist() == [[5, 4], [1, 2]]
+    assert full.block_table.tolist() == [[9, 8, 7, 6], [3, 10, 0, 0]]
+    assert batch.positions.tolist() == [13, 4, 5, 6]
+    with pytest.raises(ValueError, match="zip"):
+        buffers(num_groups=3).fill(both, 4, Sampling())
+
+
 @pytest.mark.parametrize("table", [(1,), (1, 0), ()])
 def test_a_token_without_a_block_is_refused(table):
     with pytest.raises(ValueError, match=r"lost has no block for one of its tokens \[5, 6\)"):
