@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,27 +14,10 @@ from gpu.group_rows import slots_of
 from gpu.pool import PoisonedReadError
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
-from sim.core.plan import StepPlan
 from sim.core.request import Outcome
+from tests.support.tampered import tampering
 
 pytestmark = pytest.mark.usefixtures("steady_time")
-
-
-class Tampered:
-    """An executor whose plans somebody tampers with."""
-
-    def __init__(self, inner, change: Callable[[StepPlan], StepPlan]) -> None:
-        self.inner, self.change = inner, change
-
-    def execute(self, plan):
-        return self.inner.execute(self.change(plan))
-
-    def close(self, releases):
-        self.inner.close(releases)
-
-
-def tampering(change):
-    return lambda inner: Tampered(inner, change)
 
 
 UNCACHED = with_engine(SCENARIOS["pressure-0"], enable_prefix_caching=False)
