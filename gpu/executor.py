@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, StepResult
+from sim.core.tables import BlockTables
 
 from .cpu_moves import CpuMoves
 from .forward_pass import ForwardPass
@@ -31,21 +32,21 @@ class TorchExecutor:
         *,
         cpu: CpuMoves | None = None,
         is_cached: Callable[[int], bool] = lambda block_id: False,
+        tables: BlockTables | None = None,
         watch: AbstractContextManager[Any] | None = None,
         on_step: Callable[[StepReading], None] | None = None,
         memory: MemoryReader | None = None,
         timeline: OpTimeline | None = None,
         clock: str = "wall",
     ) -> None:
-        """`cpu` moves blocks to and from the CPU, where plans do. `is_cached` says whether the core's prefix cache may find a block;
-        `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets a reading a step, with what
-        `memory` reads; `timeline` follows one step; `clock` is one of `gpu.timing.CLOCKS`.
+        """`cpu` moves blocks to and from the CPU, where plans do. `is_cached` says whether the core's prefix cache may find a block,
+        `tables` are such as the core's; `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets
+        a reading a step, with what `memory` reads; `timeline` follows one step; `clock` is one of `gpu.timing.CLOCKS`.
         """
         self.forward = forward
         self.model, self.pool, self.workspace = forward.model, forward.pool, forward.workspace
         cpu = CpuMoves(forward.pool, forward.model.ops) if cpu is None else cpu
-        groups = forward.model.groups.num_groups
-        self._moves = PlanMoves(forward.pool, forward.model.ops, cpu, is_cached=is_cached, num_groups=groups)
+        self._moves = PlanMoves(forward.pool, forward.model.ops, cpu, is_cached=is_cached, tables=tables)
         self._watch = nullcontext() if watch is None else watch
         self._on_step, self._memory = on_step, memory
         self.timeline = timeline
@@ -179,8 +180,7 @@ class TorchExecutor:
         if report is not None:
             self.oom_events += 1
             if ahead == 0:
-                for request in scheduled:
-                    self._moves.take_back(request)
+                self._moves.take_back(scheduled)
         else:
             self._moves.settle()
             self._record(scheduled, drawn, sampled)

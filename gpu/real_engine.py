@@ -14,6 +14,7 @@ from sim.catalog.dtypes import dtype_name
 from sim.catalog.models import MODELS
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.engine import EngineCore
+from sim.core.groups import tables_of
 from sim.core.request import RequestSpec
 from sim.memory.graphs import graph_plan
 
@@ -136,6 +137,7 @@ class RealEngine:
                 ),
             ),
             is_cached=core.pool.index.__contains__,
+            tables=tables_of(core.pool, engine),
             watch=None if self._budget is None else StorageMeter(self._budget),
             on_step=self._on_step if self._recorder is None else self._recorder(index),
             memory=None if self._recorder is None else self._reader(forward),

@@ -14,7 +14,9 @@ from gpu.layout import KVLayout
 from gpu.ops import Ops
 from gpu.plan_moves import PlanMoves
 from gpu.pool import PagedKVPool, PoisonedReadError
-from sim.core.blocks import DoubleFreeError, IntegrityError
+from sim.core.blocks import BlockPool, DoubleFreeError, IntegrityError
+from sim.core.config import AttentionGroup, EngineConfig
+from sim.core.groups import tables_of
 from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
 from tests.support.tampered import tampering
 
@@ -78,7 +80,15 @@ def test_what_slid_out_may_be_somebody_else_s_in_the_same_plan():
     pool = PagedKVPool(
         KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32"), 8, checked=True
     )
-    moves = PlanMoves(pool, Ops("cpu"), CpuMoves(pool, Ops("cpu")), is_cached=lambda block: False, num_groups=2)
+    groups = (AttentionGroup(block_size=4, window=5), AttentionGroup(block_size=4))
+    config = EngineConfig(num_gpu_blocks=8, block_size=4, kv_groups=groups)
+    moves = PlanMoves(
+        pool,
+        Ops("cpu"),
+        CpuMoves(pool, Ops("cpu")),
+        is_cached=lambda block: False,
+        tables=tables_of(BlockPool(8), config),
+    )
 
     def hold(name: str, context: int, *tables: tuple[int, ...]) -> None:
         moves.hold(ScheduledRequest(name, 1, context, tables[0], samples=True, group_tables=tables))
