@@ -15,7 +15,7 @@ import torch
 from sim.core.blocks import NO_BLOCK
 
 from .group_rows import GroupBuffers, GroupRows, slots_of
-from .step_buffer import StepBuffer
+from .step_buffer import StepArena, StepBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +93,21 @@ class BatchBuffers:
     def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any, num_groups: int = 1) -> None:
         """`max_blocks` is the length of the longest block table, `num_groups` how many of them a sequence has."""
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
-        device = torch.device(device)
-        self._groups = [
-            GroupBuffers(max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, device=device)
-            for _ in range(num_groups)
-        ]
-        self._token_ids, self._positions = (StepBuffer(max_tokens, torch.int64, device) for _ in range(2))
-        self._query_starts = StepBuffer(max_seqs + 1, torch.int32, device)
-        self._sample_rows, self._tokens_out = (StepBuffer(max_seqs, torch.int64, device) for _ in range(2))
-        self._temperature, self._top_p, self._uniform = (StepBuffer(max_seqs, torch.float32, device) for _ in range(3))
-        self._top_k = StepBuffer(max_seqs, torch.int32, device)
+        self._arena = arena = StepArena(device)
+        self._query_starts = StepBuffer(max_seqs + 1, torch.int32, arena)
+        self._sample_rows = StepBuffer(max_seqs, torch.int64, arena)
+        self._temperature, self._top_p, self._uniform = (StepBuffer(max_seqs, torch.float32, arena) for _ in range(3))
+        self._top_k = StepBuffer(max_seqs, torch.int32, arena)
+        self._token_ids, self._positions = (StepBuffer(max_tokens, torch.int64, arena) for _ in range(2))
+        rows = [GroupBuffers.rows(max_tokens, max_seqs, arena) for _ in range(num_groups)]
+        self._groups = [GroupBuffers(*own, StepBuffer(max_seqs * max_blocks, torch.int32, arena)) for own in rows]
+        arena.make()
+        self._tokens_out = torch.zeros(max_seqs, dtype=torch.int64, device=device)
 
     @property
     def tensors(self) -> list[Any]:
         """The buffers, on host and device."""
-        own = [tensor for each in vars(self).values() if isinstance(each, StepBuffer) for tensor in each.tensors]
-        return own + [tensor for group in self._groups for tensor in group.tensors]
+        return [*self._arena.tensors, self._tokens_out]
 
     def fill(
         self,
@@ -144,6 +143,7 @@ class BatchBuffers:
                 f"for {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
             )
         num_decodes = sum(item.num_tokens == 1 for item in order)
+        self._arena.refill()
         self._query_starts.cells[0] = 0
         row = 0
         rows: list[int] = []
@@ -171,7 +171,7 @@ class BatchBuffers:
         if pad_to is not None:
             self._pad(num_seqs, pad_to)
             num_decodes = num_seqs = num_tokens = count = pad_to
-        return StepBatch(
+        batch = StepBatch(
             names=tuple(item.name for item in order),
             sampled=sampled,
             num_decodes=num_decodes,
@@ -184,8 +184,10 @@ class BatchBuffers:
             top_k=self._top_k.sent(count),
             top_p=self._top_p.sent(count),
             uniform=self._uniform.sent(count),
-            tokens_out=self._tokens_out.sent(count),
+            tokens_out=self._tokens_out[:count],
         )
+        self._arena.send()
+        return batch
 
     def _pad(self, first: int, end: int) -> None:
         """Rows `[first, end)` of a decode batch are nobody's: token 0 at position 0, without KV."""

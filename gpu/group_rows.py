@@ -14,7 +14,7 @@ import torch
 
 from sim.core.blocks import NO_BLOCK
 
-from .step_buffer import StepBuffer
+from .step_buffer import StepArena, StepBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,13 @@ class GroupRows:
 class GroupBuffers:
     """Room for one group's part of the largest step."""
 
-    def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any) -> None:
-        self._slots = StepBuffer(max_tokens, torch.int64, device)
-        self._tables = StepBuffer(max_seqs * max_blocks, torch.int32, device)
-        self._seq_lens = StepBuffer(max_seqs, torch.int32, device)
+    def __init__(self, slots: StepBuffer, seq_lens: StepBuffer, tables: StepBuffer) -> None:
+        self._slots, self._seq_lens, self._tables = slots, seq_lens, tables
 
-    @property
-    def tensors(self) -> list[Any]:
-        """The buffers, on host and device."""
-        return [tensor for buffer in (self._slots, self._tables, self._seq_lens) for tensor in buffer.tensors]
+    @staticmethod
+    def rows(max_tokens: int, max_seqs: int, arena: StepArena) -> tuple[StepBuffer, StepBuffer]:
+        """Slots and lengths of a group. Apart from the tables, which are long and little used: they come behind those of all groups."""
+        return StepBuffer(max_tokens, torch.int64, arena), StepBuffer(max_seqs, torch.int32, arena)
 
     def put(self, index: int, row: int, slots: Sequence[int], table: Sequence[int], width: int, length: int) -> None:
         """Fill in sequence `index` of `length` tokens, whose new ones begin at `row`. `width` is the number of columns of all tables."""

@@ -153,7 +153,7 @@ class PlanMoves:
                 void.update(table[request.context_tokens // size :])
         for request in scheduled:
             name, tables = request.request_id, self._held.get(request.request_id)
-            if tables is None or self._journal:
+            if tables is None or self._journal or name in self._loading:
                 self._unsettled.add(name)
                 continue
             core = self._tables.new(name)
@@ -227,7 +227,7 @@ class PlanMoves:
         """The blocks are the request's from here on, though no step has them in a table yet."""
         targets = tuple(block for _, block in pairs)
         self._pool.assign(name, targets, len(targets) * self._pool.layout.block_size)
-        self._held[name] = (targets,)  # the tier is for models with one table
+        self._held[name] = (targets,)  # of all groups; in which tables they are, its first step says
         self._loading.add(name)
         self.cpu.load(pairs)
 
