@@ -5,9 +5,11 @@ Whatever happens to a request's blocks, its answer is that of a run in which one
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,6 +104,44 @@ def test_a_narrower_cache_makes_no_difference_between_groups_and_one_table(name,
     scenario, more = SCENARIOS[name], {"kv_cache_dtype": kv_cache_dtype}
     run = run_for_real(scenario, preset("vllm-v1"), **more)
     assert changed_answers(run, reference_answers(scenario, **more)) == []
+
+
+@pytest.mark.parametrize("planned_ahead", [False, True])
+@pytest.mark.parametrize("mode", ["write_through", "write_back"])
+def test_prefixes_of_several_groups_go_to_the_cpu_tier_and_come_back(mode, planned_ahead, steady_time):
+    scenario = with_engine(
+        SCENARIOS["hybrid-2"], num_cpu_prefix_blocks=40, cpu_prefix_mode=mode, async_scheduling=planned_ahead
+    )
+    run = run_for_real(scenario, preset("vllm-v1"), copy_s=0.001)
+    assert min(run.report["saved_prefix_blocks"], run.report["loaded_prefix_blocks"]) > 0
+    assert changed_answers(run, reference_answers(scenario)) == []
+    assert run.leaked_blocks == 0
+    assert first_difference(run.decisions, replay(scenario, preset("vllm-v1"), run.recording, copy_s=0.001)) is None
+
+
+def test_a_tier_and_steps_without_memory_change_no_answer(steady_time):
+    """One call of attention over prompts in ten fails: what a step did not write is neither saved nor found."""
+    scenario, failures = with_engine(SCENARIOS["hybrid-0"], num_cpu_prefix_blocks=40), 0
+    reference = reference_answers(scenario)
+    for seed in range(8):
+        draw = random.Random(seed)
+
+        def faulty(inner, draw=draw):
+            works = inner.model.ops.prefill_attention
+
+            def fails_sometimes(call):
+                if draw.random() < 0.1:
+                    raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
+                return works(call)
+
+            inner.model.ops.prefill_attention = fails_sometimes
+            return inner
+
+        run = run_for_real(scenario, preset("vllm-v1"), wrap=faulty, copy_s=0.001)
+        failures += run.report["oom_steps"]
+        assert changed_answers(run, reference) == []
+        assert run.leaked_blocks == 0
+    assert failures > 8
 
 
 @pytest.mark.parametrize(
