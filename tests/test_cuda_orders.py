@@ -17,7 +17,7 @@ from gpu.batch import Sampling
 from gpu.compile_check import _signature
 from gpu.decode_graphs import CudaCapture
 from gpu.decoder_config import DecoderConfig
-from gpu.model import decode_splits
+from gpu.decoder_room import decode_splits
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
 from gpu.step_buffer import StepArena
