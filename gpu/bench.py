@@ -25,7 +25,7 @@ from .require import require
 DECODE_SHAPES = ((1, 8192), (16, 8192), (64, 8192), (128, 4096), (256, 2048))
 """(sequences, KV tokens of each) that decode attention is timed at: 32 query heads, 8 KV heads of 128, bfloat16."""
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-SWEEP = ((32, 3, 4), (64, 2, 4), (64, 3, 4), (64, 4, 4), (128, 2, 4), (128, 3, 4), (64, 3, 8), (128, 3, 8))
+SWEEP = ((32, 5, 4), (32, 3, 4), (32, 7, 4), (64, 5, 4), (64, 3, 4), (64, 2, 4), (64, 5, 8), (128, 3, 8))
 """(positions of a tile, stages, warps) that decode attention is tried with."""
 
 
