@@ -9,16 +9,13 @@ from sim.core.batching import Batching, BatchLimits
 from sim.core.config import ConfigError
 from sim.core.policy import Policy
 from sim.core.request import Outcome
+from tests.support.engine_driver import tokens_of
 
 ROOMY = {"num_gpu_blocks": 100, "block_size": 4}
 
 
 def with_limits(batching=Batching.MIXED, **limits):
     return Policy(batching=batching, limits=BatchLimits(**limits))
-
-
-def tokens_of(steps):
-    return [step.tokens for step in steps]
 
 
 # -- turns -----------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments.cli import main
+from tests.support.results import without_clock
 
 BASIC = [
     "--model",
@@ -28,10 +29,6 @@ def kvtwin(capsys):
         return code, captured.out, captured.err
 
     return call
-
-
-def without_clock(summary):
-    return {key: value for key, value in summary.items() if key not in ("wall_time_s", "core_time_s")}
 
 
 def test_json_is_one_document_on_stdout_and_nothing_else(kvtwin):

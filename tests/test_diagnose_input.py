@@ -89,9 +89,27 @@ def test_bytes_that_are_no_text_do_not_stop_a_log_from_being_read(tmp_path):
     assert diagnose([put(tmp_path, b"\xff\xfe\x80 noise\n"[2:] + MESSAGE.encode())]).cause is not Cause.UNKNOWN
 
 
-def test_an_unknown_model_costs_precision_and_is_said(tmp_path):
+def test_an_unknown_repository_costs_precision_and_is_said(tmp_path):
     diagnosis = diagnose_text(MESSAGE, model="somebody/their-own-9b")
     assert any("somebody/their-own-9b" in note for note in diagnosis.notes)
+
+
+def test_a_name_that_is_neither_known_nor_a_repository_is_a_slip(tmp_path, capsys):
+    assert main(["diagnose", str(put(tmp_path, MESSAGE)), "--model", "lama-3.1-8b"]) == 2
+    assert "unknown model 'lama-3.1-8b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "request_id,arrival_s,input_tokens,output_tokens\nr1,0,100,10\nr2,1,-5,10\n",
+        "time_s,running,waiting,used_blocks,free_blocks\n0,1,1,5,5\n1,1,1,-5,15\n",
+        "time_s,allocated_mib,sequences\n0,100,1\n1,100,-5\n2,100,1\n3,100,1\n4,100,1\n",
+    ],
+)
+def test_a_negative_count_is_refused_with_its_line_and_column(tmp_path, table):
+    with pytest.raises(DiagnoseError, match=r":3: column '\w+' is -5; a count of 0 or more was expected"):
+        diagnose([put(tmp_path, table)])
 
 
 def test_an_unknown_gpu_is_an_error():

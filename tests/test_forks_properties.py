@@ -8,104 +8,23 @@ I8            test_no_preset_loses_a_forking_request
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sim.core.admission import CanEverFit, Every, FreeBlocks
-from sim.core.config import AttentionGroup, EngineConfig
+from sim.core.config import EngineConfig
 from sim.core.forking import Forking
 from sim.core.ladder import LadderConfig, Rung, standard_ladder
 from sim.core.policies import PRESETS, FairQueue, LoraSlots, MaxInFlight, PredictedPeak
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import worst_priority
-from sim.core.request import Namespace, Outcome, RequestSpec
+from sim.core.request import Outcome, RequestSpec
 from sim.core.waiting import priority_queue
-from sim.costs.constant import FixedCost
 from sim.results.bill import bill_of
-from sim.results.recorder import RunRecord
-from sim.world import run_world
-
-TICK_S = 2.0**-10
-COST = FixedCost(8 * TICK_S, per_token_s=TICK_S)
-
-
-@st.composite
-def forking_loads(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
-    """Plain requests, samples and beams of three tenants and priorities; some clients leave."""
-    arrival, made = 0, []
-    for number in range(draw(st.integers(1, 6))):
-        arrival += draw(st.sampled_from([0, 0, 0, 1, 8, 16, 40, 100]))
-        width = draw(st.sampled_from([1, 2, 2, 3, 4]))
-        change = draw(st.sampled_from([0.0, 0.05, 0.3, 0.8]))
-        patience = draw(st.sampled_from([None, None, None, None, 8, 40, 96]))
-        output_tokens = draw(st.integers(1, 24))
-        shared = draw(st.integers(0, 3))
-        made.append(
-            RequestSpec(
-                request_id=f"r{number}",
-                arrival_s=arrival * TICK_S,
-                input_tokens=draw(st.integers(1, 30)),
-                output_tokens=output_tokens,
-                max_tokens=draw(st.sampled_from([None, output_tokens, output_tokens + 8, 4])),
-                priority=draw(st.integers(0, 2)),
-                tenant=draw(st.sampled_from("abc")),
-                content_ids=tuple("xyz"[:shared]),
-                content_block_tokens=8 if shared else 0,
-                namespace=Namespace(lora=draw(st.sampled_from(["", "", "x", "y"]))),
-                n=width,
-                forking=None if width == 1 else Forking(width=width, change=change, seed=draw(st.integers(0, 9))),
-                cancel_after_s=None if patience is None else patience * TICK_S,
-            )
-        )
-    return tuple(made)
-
-
-@st.composite
-def engines(draw: st.DrawFn) -> EngineConfig:
-    """Engines from starved to comfortable."""
-    max_num_seqs = draw(st.integers(1, 10))
-    groups = draw(st.sampled_from([(), (), ((4, None), (4, 9)), ((8, None), (4, 5)), ((4, 6), (4, 13))]))
-    window = None if groups else draw(st.sampled_from([None, None, 9]))
-    caching = draw(st.booleans())
-    tier = draw(st.sampled_from([0, 0, 10])) if caching and not groups and window is None else 0
-    return EngineConfig(
-        num_gpu_blocks=draw(st.sampled_from([16, 20, 28, 60])) * (2 if groups else 1),
-        block_size=4,
-        max_model_len=60,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([2, 16, 64])),
-        enable_prefix_caching=caching,
-        reserve_full_prompt=draw(st.sampled_from([True, True, False])),
-        sliding_window=window,
-        num_cpu_prefix_blocks=tier,
-        cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
-        kv_groups=tuple(AttentionGroup(block_size=size, window=window) for size, window in groups),
-        num_cpu_blocks=draw(st.sampled_from([0, 0, 12])),
-    )
-
-
-def run(
-    config: EngineConfig, policy: Policy, requests: tuple[RequestSpec, ...], *, stepping: bool, **world: object
-) -> tuple[RunRecord, list[dict[str, object]]]:
-    log: list[dict[str, object]] = []
-    record = run_world(
-        config, COST, requests, policy=policy, stepping=stepping, check=True, decision_log=log.append, **world
-    )
-    return record, log
-
-
-def fates(record: RunRecord) -> list[tuple[object, ...]]:
-    return [
-        (
-            *(r.request_id, r.outcome, r.reason, r.num_output_tokens, r.scheduled_fs, r.first_token_fs, r.ended_fs),
-            *(r.num_preemptions, r.recomputed_tokens, r.kv_block_fs, sorted(r.shared_fs.items()), r.token_fs),
-        )
-        for r in record.requests
-    ]
-
+from tests.support.tenant_worlds import engines, fates, loads, run
 
 TRUNCATE = LadderConfig(
     rungs=(
@@ -114,6 +33,8 @@ TRUNCATE = LadderConfig(
         Rung(action="pause", on=0.7, off=0.3, value=0.5, hold_s=0.0),
     )
 )
+forking_loads = loads(most=6, widths=[1, 2, 2, 3, 4])
+forking_engines = engines(planned_ahead=[False], full_prompts=[True, True, False])
 POLICIES: dict[str, Policy] = {
     "vllm-v1": Policy(),
     "by priority, on the ladder": Policy(queue=priority_queue, victim=worst_priority, ladder=standard_ladder(0.05)),
@@ -136,7 +57,7 @@ POLICIES: dict[str, Policy] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_forking_loads_leap_as_they_step_and_their_books_add_up(name: str) -> None:
     @settings(max_examples=60)
-    @given(engines(), forking_loads())
+    @given(forking_engines, forking_loads)
     def same(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
         leaping, leapt = run(config, POLICIES[name], requests, stepping=False)
         stepping, stepped = run(config, POLICIES[name], requests, stepping=True)
@@ -157,7 +78,7 @@ def test_no_preset_loses_a_forking_request(name: str) -> None:
     """Every sequence ends, with a reason; and what reserves the worst case preempts nobody, copies included."""
 
     @settings(max_examples=40)
-    @given(engines(), forking_loads())
+    @given(forking_engines, forking_loads)
     def ends(config: EngineConfig, requests: tuple[RequestSpec, ...]) -> None:
         config = replace(config, reserve_full_prompt=True, sliding_window=None, kv_groups=())
         if name == "vllm-v0":
@@ -188,7 +109,7 @@ def test_several_engines_and_a_closed_loop_keep_a_family_together(stepping: bool
     record, log = run(config, Policy(), requests, stepping=stepping, replicas=2, max_concurrency=2)
     assert {request.outcome for request in record.requests} == {Outcome.FINISHED}
     homes: dict[str, set[object]] = {}
-    for entry in log:
+    for entry in map(json.loads, log):
         scheduled = entry["scheduled"]
         assert isinstance(scheduled, list)
         assert len(scheduled) <= 2 * 3

@@ -2,7 +2,7 @@
 
 Source: engine-policies §1.13, traces T1 to T8 and T12; each docstring repeats the trace. Our pool has block ids 1 to N, all
 usable: vLLM's "N=5, usable 1 to 4" is `num_gpu_blocks=4` here, and id 0 stands for "no block". T9 and T10 belong to policies
-that reserve and to asynchronous loads, T13 and T14 to SGLang (T13's situation is B15 in test_public_bugs.py).
+that reserve and to asynchronous loads, T13 and T14 to SGLang (T13's situation is B15 in test_public_bugs_scheduling.py).
 """
 
 from __future__ import annotations

@@ -10,19 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.interpreter import Interpreter
 from gpu.kernels.attention_twin import decode_attention_twin, prefill_attention_twin
 from gpu.kernels.cases import Shape, paged_batch
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # as attention_twin states them
 DECODE = "gpu.kernels.decode_attention:decode_attention"
 PREFILL = "gpu.kernels.prefill_attention:prefill_attention"
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    with Interpreter() as process:
-        yield process
 
 
 def check(interpreter, function, twin, call):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpu import KVLayout, PagedKVPool
 from gpu.check import ArgumentError
-from gpu.interpreter import Interpreter, InterpreterError
+from gpu.interpreter import InterpreterError
 from gpu.kernels.attention import DecodeCall
 from gpu.kernels.block_rows import BlockRows
 from gpu.kernels.blocks_twin import block_checksum_twin, move_blocks_twin, store_kv_twin
@@ -23,12 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 STORE = "gpu.kernels.store_kv:store_kv"
 MOVE = "gpu.kernels.move_blocks:move_blocks"
 SUM = "gpu.kernels.block_checksum:block_checksum"
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    with Interpreter() as process:
-        yield process
 
 
 def bits(tensor):

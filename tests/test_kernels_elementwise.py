@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.check import ArgumentError
-from gpu.interpreter import Interpreter
 from gpu.kernels.elementwise_twin import rms_norm_twin, rope_twin, silu_mul_twin
 from gpu.kernels.sample_twin import sample_twin
 from gpu.kernels.sampling import SampleCall
@@ -14,12 +13,6 @@ from gpu.kernels.sampling import SampleCall
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 # Two units in the last place; six of bfloat16, to which the interpreter truncates where a GPU and torch round.
 RELATIVE = {torch.float32: 4e-6, torch.float16: 2 * 2.0**-10, torch.bfloat16: 6 * 2.0**-8}
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    with Interpreter() as process:
-        yield process
 
 
 def close(got, expected, dtype):

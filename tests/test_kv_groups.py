@@ -1,4 +1,4 @@
-"""Several attention groups in one pool: blocks by step on paper, prefix hits, one need for sizer, gate, predictor and allocator (I5)."""
+"""Several attention groups in one pool: blocks by step on paper, and in stretches."""
 
 from __future__ import annotations
 
@@ -7,30 +7,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sim import Scenario, simulate
-from sim.core.blocks import NO_BLOCK, BlockPool
+from sim.core.blocks import NO_BLOCK
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
-from sim.core.groups import GroupTables
 from sim.core.plan import Durations, OomReport, StepResult
 from sim.core.request import Outcome, RequestSpec
 from sim.costs.constant import FixedCost
-from sim.memory import build_ledger
-from sim.simulation import core_groups
 from sim.world import run_world
+from tests.support.attention_groups import FULL_AND_32, config
 
-FULL_AND_32 = (AttentionGroup(block_size=16, window=32), AttentionGroup(block_size=16))
-"""The two-group model of the cases on paper: a window of 32 tokens, blocks of 16."""
-
-
-def config(groups: Sequence[AttentionGroup] = FULL_AND_32, **settings: object) -> EngineConfig:
-    usual = {"num_gpu_blocks": 100, "block_size": 16, "max_model_len": 1024, "max_num_seqs": 8}
-    return EngineConfig(**(usual | {"max_num_batched_tokens": 32, "kv_groups": tuple(groups)} | settings))
-
-
-# -- blocks by step ------------------------------------------------------------------------------------------------------
+# -- blocks by step ----------------------------------------------------------------------------------------------------
 
 
 def test_blocks_of_two_groups_by_step(drive):
@@ -119,262 +105,7 @@ def test_one_group_with_a_window_gives_the_blocks_that_the_window_alone_would(dr
     assert held[0] == held[1]
 
 
-# -- prefix hits ---------------------------------------------------------------------------------------------------------
-
-
-def found(groups: Sequence[AttentionGroup], cached: Sequence[Sequence[int]], num_keys: int) -> list[list[int]]:
-    """What is hit of each group when blocks `cached[g]` of group g, and nothing else, can be found; as places, None for NO_BLOCK."""
-    pool = BlockPool(1000)
-    tables = GroupTables(pool, config(groups, block_size=min(group.block_size for group in groups)))
-    keys = list(range(50, 50 + num_keys))
-    place_of = {}
-    for own, places in zip(tables._keys_by_group(keys), cached, strict=True):
-        for place in places:
-            if place < len(own):
-                (block,) = pool.allocate(1)
-                pool.index.add([block], [own[place]])
-                place_of[block] = place
-    return [[place_of.get(block) for block in hits] for hits in tables.split(tables.find(keys))]
-
-
-def test_a_window_needs_only_the_blocks_that_it_covers():
-    """Window 32: the token after n blocks of 16 sees the last ceil(31 / 16) = 2. Full attention has blocks 0 to 5, the window 1, 2 and
-    4: of 6 or 5 blocks it lacks 5 or 3, of 4 it lacks 3; of 3 it has 1 and 2.
-    """
-    assert found(FULL_AND_32, [[1, 2, 4], range(6)], 6) == [[None, 1, 2], [0, 1, 2]]
-
-
-def test_a_model_of_windows_alone_needs_only_the_last_blocks_too(drive):
-    """Window 32, blocks of 16, one group. A prompt of 96 tokens in chunks of 32: (64 - 31) // 16 = 2 blocks slide out when 64 are
-    computed, and the second of them is the first to be taken by somebody else. The prompt is hit all the same: after 80 tokens only the
-    last two of five blocks are seen.
-    """
-    engine = drive(6, 16, max_num_batched_tokens=32, sliding_window=32)
-    prompt = {"content_ids": tuple("abcdef"), "content_block_tokens": 16}
-    engine.add("first", 96, **prompt)
-    engine.run()
-    engine.add("other", 16)
-    assert engine.step().tables == {"other": (2,)}
-    again = engine.add("again", 96, **prompt)
-    assert engine.step().tokens == {"again": 16}
-    assert again.prefix_hit_tokens == 80
-
-
-def test_full_attention_needs_every_block_from_the_first():
-    assert found(FULL_AND_32, [range(6), [0, 1, 3, 4, 5]], 6) == [[0, 1], [0, 1]]
-    assert found(FULL_AND_32, [range(6), [1, 2, 3]], 6) == [[], []]
-
-
-def test_hits_are_whole_blocks_of_every_group():
-    """Blocks of 16 and 32: five small blocks are found, of which four make two large ones."""
-    groups = (AttentionGroup(block_size=16, window=16), AttentionGroup(block_size=32))
-    assert found(groups, [range(5), range(4)], 5) == [[None, None, None, 3], [0, 1]]
-
-
-@st.composite
-def group_sets(draw: st.DrawFn) -> tuple[AttentionGroup, ...]:
-    sizes = draw(st.lists(st.sampled_from([4, 4, 8, 16]), min_size=1, max_size=3))
-    windows = st.sampled_from([None, 1, 4, 5, 9, 20])
-    return (
-        AttentionGroup(block_size=4, window=draw(windows)),
-        *(AttentionGroup(block_size=size, window=draw(windows)) for size in sizes),
-    )
-
-
-@given(group_sets(), st.lists(st.sets(st.integers(0, 12)), min_size=4, max_size=4), st.integers(0, 13))
-def test_the_longest_prefix_that_every_group_can_serve_is_found(
-    groups: tuple[AttentionGroup, ...], cached: list[set[int]], num_keys: int
-) -> None:
-    """Against trying every length, from the longest."""
-    unit = max(group.block_size for group in groups)
-
-    def seen(group: AttentionGroup, tokens: int) -> range:
-        oldest = 0 if group.window is None else max(tokens - group.window + 1, 0)
-        return range(oldest // group.block_size, tokens // group.block_size)
-
-    longest = max(
-        tokens
-        for tokens in range(0, num_keys * 4 + 1, unit)
-        if all(set(seen(group, tokens)) <= have for group, have in zip(groups, cached, strict=False))
-    )
-    expected = [
-        [place if place in seen(group, longest) else None for place in range(longest // group.block_size)]
-        for group in groups
-    ]
-    assert found(groups, cached[: len(groups)], num_keys) == expected
-
-
-def test_equal_content_is_hit_in_the_group_that_computed_it_and_in_no_other(drive):
-    """I7: a prompt of 64 tokens that was computed before is hit up to its last token but one: 48 tokens, in each group its own blocks.
-
-    The first has 1 to 4 in the window's group and 5 to 8 in the other. The second sees, of 3 blocks, the last 2 in its window.
-    """
-    engine = drive(100, 16, max_num_batched_tokens=64, kv_groups=FULL_AND_32)
-    prompt = {"content_ids": ("a", "b", "c", "d"), "content_block_tokens": 16}
-    engine.add("first", 64, **prompt)
-    engine.run()
-    second = engine.add("second", 64, **prompt)
-    plan = engine.plan()
-    (share,) = plan.scheduled(0)
-    assert share.group_tables == ((0, 2, 3, 9), (5, 6, 7, 10))
-    assert second.prefix_hit_tokens == 48
-    engine.commit(plan)
-    assert engine.log[1]["scheduled"] == [("second", 16, [0, 2, 3, 9, 5, 6, 7, 10])]
-
-
-def test_a_block_found_by_one_group_is_not_given_to_another_as_new():
-    """5 blocks: the first four were computed, one a group and place, and are free. 40 tokens hit two blocks a group; one more each is
-    needed, and the pool has 5 - 4 = 1: refused, and nothing changed. With 6 it is granted, and the hits are where they were.
-    """
-    groups = (AttentionGroup(block_size=16), AttentionGroup(block_size=16, window=100))
-    for num_blocks, granted in ((5, False), (6, True)):
-        pool = BlockPool(num_blocks)
-        tables = GroupTables(pool, config(groups))
-        first = tables.new("first")
-        tables.grow(first, 0, 32)
-        pool.index.add(first.blocks, tables.keys([1, 2]))
-        tables.release(first, "first")
-        hits = tables.find([1, 2])
-        assert hits == [1, 2, 3, 4]
-        second = tables.new("second")
-        assert tables.need(second, 0, 8, hits) == 6
-        queue = pool.peek(num_blocks)
-        allocation = tables.grow(second, 0, 8, hits)
-        assert (allocation is not None) == granted
-        if granted:
-            assert [table.blocks for table in second.groups] == [[1, 2, 5], [3, 4, 6]]
-        else:
-            assert (second.blocks, pool.peek(num_blocks), pool.num_free) == ([], queue, num_blocks)
-        pool.check([("second", second.blocks)])
-
-
-# -- one need (I5) -------------------------------------------------------------------------------------------------------
-
-
-def test_t5_the_gate_of_two_groups(drive):
-    """Golden trace T5: bs 16, W 64, batched 128, max length 1024. A 512-token prompt needs 32 + 13 = 45 blocks, 256 tokens 16 + 13."""
-    groups = (AttentionGroup(block_size=16), AttentionGroup(block_size=16, window=64))
-    settings = {"max_model_len": 1024, "max_num_batched_tokens": 128, "kv_groups": groups}
-    pool = drive(64 + 13, 16, **settings)
-    assert pool.core.config.most_blocks(512) == 45
-    pool.add("holder", 400)  # 25 + 13 blocks are asked for, and 77 - 45 = 32 would be left for it
-    pool.add("512", 512)
-    assert pool.step().tokens == {"holder": 128}
-    first = next(step for step in pool.run() if "512" in step.tokens)
-    assert pool.ended[0].request_id == "holder" and first is not None
-    small = drive(5, 16, **settings)
-    refused = small.add("256", 256)
-    assert refused.outcome is Outcome.REJECTED
-    assert "need 29 KV blocks in 2 attention groups, but the whole pool has 5" in refused.reason
-
-
-@given(group_sets(), st.lists(st.integers(1, 20), min_size=1, max_size=12))
-def test_what_is_predicted_is_taken_and_bounded_by_the_gate(
-    groups: tuple[AttentionGroup, ...], chunks: list[int]
-) -> None:
-    """However a sequence is cut into chunks, each group's need is what it takes, and never more is held than the gate counted (T7)."""
-    total = sum(chunks)
-    made = config(groups, block_size=4, max_num_batched_tokens=max(*chunks, 8), max_model_len=256)
-    pool = BlockPool(1000)
-    tables = GroupTables(pool, made)
-    table = tables.new("A")
-    for computed, after in pairwise([0, *(sum(chunks[: n + 1]) for n in range(len(chunks)))]):
-        tables.slide(table, computed)
-        predicted, free = tables.need(table, computed, after - computed), pool.num_free
-        tables.grow(table, computed, after - computed)
-        assert free - pool.num_free == predicted
-        assert pool.num_owned == made.blocks_at(computed, after) <= made.most_blocks(total)
-        pool.check([("A", table.blocks)])
-
-
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-2-9b", "gemma-4-26b-a4b", "llama-3.1-8b"])
-@given(tokens=st.integers(1, 8192), batched=st.sampled_from([512, 2048, 8192]))
-def test_the_gate_counts_what_the_sizer_counted(model: str, tokens: int, batched: int) -> None:
-    """I12 of the engine policies: the same number from the ledger and from the engine that it sized, for a request of any length."""
-    ledger = _ledger(model, batched)
-    engine = EngineConfig(
-        num_gpu_blocks=ledger.num_gpu_blocks,
-        block_size=16,
-        max_model_len=ledger.max_model_len,
-        max_num_seqs=256,
-        max_num_batched_tokens=batched,
-        kv_groups=core_groups(ledger),
-        in_flight_tokens=ledger.in_flight_tokens,
-    )
-    assert engine.most_blocks(tokens) == ledger.request_blocks(tokens)
-
-
-_LEDGERS = {}
-
-
-def _ledger(model: str, batched: int):
-    key = (model, batched)
-    if key not in _LEDGERS:
-        _LEDGERS[key] = build_ledger(
-            model, "h200-sxm-141gb", max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=batched
-        )
-    return _LEDGERS[key]
-
-
-# -- the pool, filled ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-2-9b", "gemma-4-26b-a4b"])
-def test_requests_of_the_longest_length_fill_the_pool_exactly_as_the_ledger_says(model: str) -> None:
-    """Prompts of max_model_len - 1 tokens, all computed in one step: each takes what the ledger counts for a request, and
-    floor(max_concurrency) of them start at once; one more waits until the first are done.
-    """
-    length, batched = 1025, 1 << 16
-    sizes = {"max_model_len": length, "max_num_batched_tokens": batched, "max_num_seqs": 64}
-    need = build_ledger(model, "h200-sxm-141gb", **sizes).request_blocks(length - 1)
-    ledger = build_ledger(model, "h200-sxm-141gb", num_gpu_blocks_override=7 * need + need // 2, **sizes)
-    fits = ledger.num_gpu_blocks // ledger.request_blocks(length - 1)
-    assert fits == 7
-    assert ledger.max_concurrency == ledger.num_gpu_blocks / ledger.request_blocks(length)
-    lengths = {"input_tokens": length - 1, "output_tokens": 1, "num_requests": fits + 1, "rate": float("inf")}
-    result = simulate(
-        Scenario(
-            model=model,
-            gpu="h200-sxm-141gb",
-            workload={"workload": "uniform", **lengths},
-            engine={"num_gpu_blocks_override": ledger.num_gpu_blocks, **sizes},
-            run={"check": True},
-        )
-    )
-    assert result.summary["num_gpu_blocks"] == ledger.num_gpu_blocks
-    assert result.summary["finished"] == fits + 1
-    assert result.timeline["running"].tolist() == [fits, 1]
-    assert result.timeline["used_blocks"].tolist() == [fits * need, need]
-
-
-def test_as_many_longest_requests_as_the_ledger_counts_run_at_once_without_a_preemption() -> None:
-    """Longer than a step and than the window, decoding to their end: the ledger's count is safe. (A window holds its worst only
-    while its prompt is computed, so more may run.)
-    """
-    length = 4096
-    sizes = {"max_model_len": length, "max_num_batched_tokens": 512, "max_num_seqs": 64}
-    ledger = build_ledger("gpt-oss-20b", "h200-sxm-141gb", num_gpu_blocks_override=3000, **sizes)
-    fits = int(ledger.max_concurrency)
-    result = simulate(
-        Scenario(
-            model="gpt-oss-20b",
-            gpu="h200-sxm-141gb",
-            workload={
-                "workload": "uniform",
-                "input_tokens": 3000,
-                "output_tokens": 1096,
-                "num_requests": fits,
-                "rate": float("inf"),
-            },
-            engine={"num_gpu_blocks_override": 3000, **sizes},
-            run={"check": True},
-        )
-    )
-    assert (result.summary["finished"], result.summary["num_preemptions"]) == (fits, 0)
-    assert result.timeline["running"].max() == fits
-
-
-# -- stretches of windows ------------------------------------------------------------------------------------------------
+# -- stretches of windows ----------------------------------------------------------------------------------------------
 
 
 def test_a_stretch_ends_when_a_block_that_slides_out_lets_the_next_in(drive):
@@ -474,7 +205,7 @@ def test_a_step_that_ran_out_of_memory_leaves_no_window_half_filled(drive):
     assert [request.outcome for request in engine.ended] == [Outcome.FINISHED] * 2
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from sim.core.policies.running_sums import RunningSums
 from sim.core.policy import Policy
 from sim.core.request import Outcome
 from sim.core.waiting import priority_queue
+from tests.support.engine_driver import EngineDriver
 
 
 def gate(policy, **fields: object) -> Policy:
@@ -101,8 +102,6 @@ def test_the_head_needs_its_prompt_its_cap_and_a_page(drive, max_tokens, starts)
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=8), st.integers(1, 50))
 def test_sums_that_are_kept_equal_sums_that_are_made(sizes: list[tuple[int, int]], clip: int) -> None:
-    from tests.conftest import EngineDriver  # the fixture's class; hypothesis wants no function-scoped fixture
-
     engine = EngineDriver(num_gpu_blocks=200, block_size=8)
     for index, (prompt, output) in enumerate(sizes):
         engine.add(f"r{index}", prompt, output_tokens=output, max_tokens=output + index)

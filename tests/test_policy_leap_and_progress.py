@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sim.core.admission import AdmissionBase, CanEverFit, Every, FreeBlocks
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
@@ -43,15 +42,10 @@ from sim.core.policies import (
 )
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import VICTIMS
-from sim.core.request import Namespace, Outcome, RequestSpec
+from sim.core.request import Outcome, RequestSpec
 from sim.core.waiting import aging_queue, priority_queue
-from sim.costs.constant import FixedCost
-from sim.results.recorder import RunRecord
-from sim.world import run_world
-
-TICK_S = 2.0**-10
-"""Arrivals and step times are whole ticks: what can coincide does coincide."""
-COST = FixedCost(8 * TICK_S, per_token_s=TICK_S)
+from tests.support.roomy import TICK_S
+from tests.support.tenant_worlds import engines, fates, loads, run
 
 
 def gated(gate):
@@ -111,62 +105,6 @@ POLICIES: dict[str, Policy] = {
 } | {name: Policy(victim=victim) for name, victim in VICTIMS.items()}
 
 
-@st.composite
-def loads(draw: st.DrawFn, most: int = 10) -> tuple[RequestSpec, ...]:
-    """Requests of three tenants and priorities that arrive singly and in bursts, some of which leave."""
-    arrival, made = 0, []
-    for number in range(draw(st.integers(2, most))):
-        arrival += draw(st.sampled_from([0, 0, 0, 1, 8, 16, 40, 100]))
-        output_tokens = draw(st.integers(1, 30))
-        patience = draw(st.sampled_from([None, None, None, None, 8, 40, 96]))
-        shared = draw(st.integers(0, 3))
-        made.append(
-            RequestSpec(
-                request_id=f"r{number}",
-                arrival_s=arrival * TICK_S,
-                input_tokens=draw(st.integers(1, 40)),
-                output_tokens=output_tokens,
-                max_tokens=draw(st.sampled_from([None, output_tokens, output_tokens + 12, 4])),
-                priority=draw(st.integers(0, 2)),
-                tenant=draw(st.sampled_from("abc")),
-                content_ids=tuple("xyz"[:shared]),
-                content_block_tokens=8 if shared else 0,
-                namespace=Namespace(lora=draw(st.sampled_from(["", "", "l", "m"]))),
-                cancel_after_s=None if patience is None else patience * TICK_S,
-            )
-        )
-    return tuple(made)
-
-
-@st.composite
-def engines(draw: st.DrawFn) -> EngineConfig:
-    """Engines from starved to comfortable."""
-    max_num_seqs = draw(st.integers(2, 8))
-    window = draw(st.sampled_from([None, None, None, 9, "groups", "groups"]))
-    groups = ()
-    if window == "groups":
-        groups = tuple(
-            AttentionGroup(block_size=size, window=draw(st.sampled_from([None, 9])))
-            for size in draw(st.sampled_from([(4, 4), (4, 8), (4, 4, 4)]))
-        )
-    caching, planned_ahead = draw(st.booleans()), draw(st.booleans())
-    may_have_tier = caching and not planned_ahead and window is None
-    return EngineConfig(
-        num_gpu_blocks=max(len(groups), 1) * draw(st.sampled_from([18, 24, 40])),
-        block_size=4,
-        max_model_len=72,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([4, 16, 64])),
-        enable_prefix_caching=caching,
-        num_cpu_prefix_blocks=draw(st.sampled_from([0, 12])) if may_have_tier else 0,
-        cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
-        sliding_window=None if groups else window,
-        kv_groups=groups,
-        num_cpu_blocks=draw(st.sampled_from([0, 0, 10])),
-        async_scheduling=planned_ahead,
-    )
-
-
 def made(name: str, config: EngineConfig) -> tuple[EngineConfig, Policy]:
     """A preset that swaps if it can; those without a prefix cache have no tier for one."""
     if name in ("vllm-v0", "orca"):
@@ -174,38 +112,6 @@ def made(name: str, config: EngineConfig) -> tuple[EngineConfig, Policy]:
     preset = PRESETS[name](config)
     config = preset.configure(config)
     return config, replace(preset.policy, swap=config.num_cpu_blocks > 0)
-
-
-def run(
-    config: EngineConfig, policy: Policy, requests: tuple[RequestSpec, ...], *, stepping: bool
-) -> tuple[RunRecord, list[str]]:
-    log: list[str] = []
-    record = run_world(
-        config,
-        COST,
-        requests,
-        policy=policy,
-        stepping=stepping,
-        check=True,
-        decision_log=lambda entry: log.append(json.dumps(entry)),
-    )
-    return record, log
-
-
-def fates(record: RunRecord) -> list[tuple[object, ...]]:
-    return [
-        (
-            r.request_id,
-            r.outcome,
-            r.reason,
-            r.retry_after_s,
-            r.scheduled_fs,
-            r.first_token_fs,
-            r.ended_fs,
-            r.num_preemptions,
-        )
-        for r in record.requests
-    ]
 
 
 @pytest.mark.parametrize("name", POLICIES)

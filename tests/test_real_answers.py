@@ -7,7 +7,6 @@ must have decided the same in every one of them.
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import cache
 
@@ -25,6 +24,7 @@ from sim.core.config import EngineConfig
 from sim.core.forking import Forking
 from sim.core.policies import PRESETS
 from sim.core.request import RequestSpec, samples
+from tests.support.steady_timer import SteadyTimer
 
 SHAPE = model_shape("tiny-llama-test")
 
@@ -104,21 +104,9 @@ def test_a_prompt_may_be_computed_in_chunks_of_any_size(scenario, chunk):
     assert changed_answers(run, reference_answers(chunked)) == []
 
 
-class Clock:
-    """Steps of one to eight milliseconds, drawn from a seed: what happens in a run does not depend on the machine's speed."""
-
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-
-    def start(self) -> None: ...
-
-    def stop_fs(self) -> int:
-        return int(self.draw.uniform(1, 8) * 10**12)
-
-
 def paced(inner):
-    """The device, whose steps are said to last as `Clock` says."""
-    inner._timer = Clock(7)
+    """The device, whose steps are said to last as the timer says."""
+    inner._timer = SteadyTimer()
     return inner
 
 
@@ -191,7 +179,7 @@ def test_a_beam_that_goes_on_as_a_copy_twice_in_one_step_shares_each_table_in_tu
 def test_a_beam_that_forks_and_is_preempted_in_one_step_leaves_nothing_behind():
     """Steps of half a millisecond to sixty: "r3" forks, needs a copy to write into, and is the victim before it has it."""
 
-    class Uneven(Clock):
+    class Uneven(SteadyTimer):
         def stop_fs(self) -> int:
             return int(self.draw.choice([0.5, 1, 2, 4, 8, 20, 60]) * self.draw.uniform(0.5, 1.5) * 10**12)
 

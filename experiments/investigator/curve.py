@@ -169,7 +169,7 @@ def read_curve(table: Table) -> Curve:
 
 def _counts(table: Table, names: Sequence[str]) -> list[float] | None:
     name = next((name for name in names if name in table.header), None)
-    return None if name is None else table.numbers(name)
+    return None if name is None else table.counts(name)
 
 
 def _filled(values: Floats) -> Floats | None:

@@ -115,8 +115,8 @@ def read_timeline(table: Table) -> tuple[Stats, ...]:
 
     Raises DiagnoseError where a cell is no number.
     """
-    columns = [table.numbers(name) for name in ("running", "waiting", "used_blocks", "free_blocks")]
-    columns.append(table.numbers("cached_blocks") if table.has("cached_blocks") else [0.0] * len(table.rows))
+    columns = [table.counts(name) for name in ("running", "waiting", "used_blocks", "free_blocks")]
+    columns.append(table.counts("cached_blocks") if table.has("cached_blocks") else [0.0] * len(table.rows))
     stats = []
     for running, waiting, used, free, cached in zip(*columns, strict=True):
         if waiting > 0:

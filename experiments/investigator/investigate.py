@@ -71,10 +71,10 @@ def investigate(
 
 
 def given_known(model: str | None, gpu: str | None, settings: dict[str, Any]) -> tuple[Known, tuple[str, ...]]:
-    """What the user gave, and a note when the catalogue does not have the model.
+    """What the user gave, and a note when the model is a repository (`owner/name`) that the catalogue does not have.
 
     Raises:
-        ConfigError: an unknown GPU, a share that is none, or a configuration file that cannot be read.
+        ConfigError: any other unknown model, an unknown GPU, a share that is none, or a configuration file that cannot be read.
         TypeError: a setting that does not exist.
     """
     share = settings.get("gpu_memory_utilization")
@@ -83,15 +83,13 @@ def given_known(model: str | None, gpu: str | None, settings: dict[str, Any]) ->
             f"gpu_memory_utilization is {share:g}; it is the share of the GPU's memory that the engine may use, above 0 and at most 1"
         )
     known = Known(**{name: value for name, value in settings.items() if value is not None})
-    notes: tuple[str, ...] = ()
     if gpu is not None:
         known = replace(known, gpu=gpu_named(gpu))
-    if model is not None:
-        try:
-            known = replace(known, shape=model_shape(model), model_name=model)
-        except ConfigError as error:
-            if model.endswith(".json"):
-                raise
-            known = replace(known, model_name=model)
-            notes = (f"{error} Without its shape sizes are matched less surely.",)
-    return known, notes
+    if model is None:
+        return known, ()
+    try:
+        return replace(known, shape=model_shape(model), model_name=model), ()
+    except ConfigError as error:
+        if model.count("/") != 1 or model.endswith(".json"):
+            raise
+        return replace(known, model_name=model), (f"{error} Without its shape sizes are matched less surely.",)

@@ -43,7 +43,7 @@ def is_request_log(table: Table) -> bool:
 
 
 def read_request_log(table: Table) -> RequestLog:
-    """The totals of `table`. Raises DiagnoseError where a cell is no number."""
+    """The totals of `table`. Raises DiagnoseError where a cell is no number, or a count is negative."""
     inputs, outputs = _whole(table, "input_tokens"), _whole(table, "output_tokens")
     requested = _whole(table, "output_tokens_requested")
     outcomes: dict[str, int] = {}
@@ -73,7 +73,7 @@ def read_request_log(table: Table) -> RequestLog:
 def _whole(table: Table, column: str) -> list[int]:
     if column not in table.header:
         return [0] * len(table.rows)
-    return [0 if math.isnan(value) else int(value) for value in table.numbers(column)]
+    return [0 if math.isnan(value) else int(value) for value in table.counts(column)]
 
 
 def _most_at_once(table: Table) -> int:

@@ -161,7 +161,7 @@ def _full_pool(curve: Curve) -> Iterator[Verdict]:
     whole = float(free[0] + used[0])
     least = float(free.min())
     if whole and least < _FULL * whole:
-        sentence = f"no step missed memory, but the pool of {show(whole)} was full: {show(max(0.0, least))} of it were free at least"
+        sentence = f"no step missed memory, but the pool of {show(whole)} was full: at the worst {show(max(0.0, least))} of it were free"
         yield Candidate(
             cause=Cause.KV_CAPACITY, score=0.62, detail="preemption", evidence=(sentence,), phase=Phase.DECODE
         )

@@ -55,6 +55,19 @@ class Table:
             values.append(value * scale)
         return values
 
+    def counts(self, column: str) -> list[float]:
+        """A column of things counted; an empty cell is not-a-number.
+
+        Raises DiagnoseError as `numbers` does, and where a cell is negative.
+        """
+        values = self.numbers(column)
+        for line, value in enumerate(values, start=2):
+            if value < 0:
+                raise DiagnoseError(
+                    f"{self.name}:{line}: column {column!r} is {value:g}; a count of 0 or more was expected"
+                )
+        return values
+
     def quantity(self, stem: str, units: Mapping[str, float]) -> list[float] | None:
         """The column `stem` + a unit of `units`, in base units; None when there is none.
 
