@@ -164,7 +164,6 @@ def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int)
     total = batch_size * blocks
     kv = torch.randn((total + 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype=dtype, device=device)
     query = torch.randn((batch_size, Q_HEADS, HEAD_DIM), dtype=dtype, device=device)
-    part = torch.empty((batch_size, Q_HEADS, splits, HEAD_DIM), device=device)
     return DecodeCall(
         query=query,
         cache=KVView.of(kv),
@@ -173,8 +172,8 @@ def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int)
         out=torch.empty_like(query),
         softmax_scale=HEAD_DIM**-0.5,
         num_splits=splits,
-        partial_out=part,
-        partial_lse=part[..., 0].contiguous(),
+        partial_out=torch.empty((batch_size, Q_HEADS, splits, HEAD_DIM), device=device),
+        partial_lse=torch.empty((batch_size, Q_HEADS, splits), device=device),
     )
 
 

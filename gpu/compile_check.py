@@ -120,7 +120,7 @@ def compile_launch(name: str, launch: Launch, target: str, budget: Budget | None
     from triton.compiler import compile as compile_source
 
     architecture = TARGETS[target]
-    source = ASTSource(fn=launch.kernel, **_signature(launch, architecture))
+    source = ASTSource(fn=launch.kernel, **launch_signature(launch, architecture))
     compiled = compile_source(
         source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": launch.num_warps}
     )
@@ -133,7 +133,7 @@ def compile_launch(name: str, launch: Launch, target: str, budget: Budget | None
     )
 
 
-def _signature(launch: Launch, architecture: int) -> dict[str, Any]:
+def launch_signature(launch: Launch, architecture: int) -> dict[str, Any]:
     """Types, constants and alignment hints, by the rules of a launch: an integer that is 1 is a constant, one that is a
     multiple of 16 is known to be, and so are pointers (torch aligns them to more); but for those that a kernel will not have told apart.
     """

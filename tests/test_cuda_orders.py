@@ -14,7 +14,7 @@ from experiments.validation import SCENARIOS, run_for_real
 from experiments.validation.worlds import preset
 from gpu import real_engine
 from gpu.batch import Sampling
-from gpu.compile_check import _signature
+from gpu.compile_check import launch_signature
 from gpu.decode_graphs import CudaCapture
 from gpu.decoder_config import DecoderConfig
 from gpu.model import decode_splits
@@ -191,7 +191,7 @@ def test_the_next_micro_batch_is_written_when_the_last_one_has_left_the_host(mon
 
 def variant(launch) -> str:
     """What of a launch decides whether it is compiled anew."""
-    return f"{launch.kernel.fn.__name__}: {_signature(launch, 90)}"
+    return f"{launch.kernel.fn.__name__}: {launch_signature(launch, 90)}"
 
 
 def test_graphs_share_a_stream_and_a_pool_and_capture_only_kernels_that_are_compiled():
