@@ -54,7 +54,7 @@ def make_current(device: Any) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 def device_facts(device: Any) -> DeviceFacts:

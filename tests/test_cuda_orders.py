@@ -95,14 +95,14 @@ def test_a_tensor_of_the_host_would_be_noticed():
             executor.forward.run([ScheduledRequest("r", 40, 0, (1, 2, 3), samples=False)])
 
 
-def test_a_second_gpu_is_made_the_current_one(monkeypatch):
+def test_a_second_gpu_is_made_the_current_one():
     """Triton and events work on the current device, whatever their tensors are on."""
-    torch.set_float32_matmul_precision("high")  # as the environment of a container may ask for
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as the environment of a container may ask for
     with fake_cuda() as log:
         executor = made(log, device="cuda:1")
         assert executor.pool.arena.device == torch.device("cuda:1")
         assert log.device == 1
-        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
         log.device = 0
         with pytest.raises(AssertionError, match="launched on another device"):
             executor.forward.run([ScheduledRequest("r", 40, 0, (1, 2, 3), samples=False)])
