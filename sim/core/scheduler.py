@@ -111,7 +111,7 @@ class Scheduler:
 
     def holders(self) -> Iterable[Request]:
         """All requests that hold blocks: the running, those who did until just now, and those whose prefix is loaded."""
-        loading: Iterable[Request] = () if self.offload is None else self.offload.loading
+        loading: Iterable[Request] = () if self.offload is None else self.offload.loads.waiting
         return chain(self.running.values(), self.departing.values(), loading)
 
     @property
@@ -127,7 +127,9 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests in the system that do not run: those, and those whose prefix is loaded."""
-        return self.num_queued + (0 if self.offload is None else len(self.offload.loading))
+        if self.offload is None or not self.offload.loads.waiting:
+            return self.num_queued
+        return self.num_queued + sum(request.ended_fs is None for request in self.offload.loads.waiting)
 
     @property
     def num_slots_taken(self) -> int:
@@ -143,10 +145,9 @@ class Scheduler:
             return (
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
-        if self.growth.slides and (head := self.waiting.head()) is not None and self.holdings.find(head):
-            return (
-                False  # a window's cached blocks may go, and those of another place, that somebody holds, cost it less
-            )
+        head = self.waiting.head() if self.growth.slides else None
+        if head is not None and (self.offload is not None or self.holdings.find(head)):
+            return False  # a window's cached blocks may go, and those of another place, that somebody or a tier has, cost it less
         return self._admission.steady and self.waiting.steady
 
     @property

@@ -121,9 +121,9 @@ def _tier(record: RunRecord, queried: int) -> dict[str, Any]:
     if not tiers:
         return {}
     return {
-        "cpu_prefix_hit_rate": sum(tier.hit_tokens for tier in tiers) / queried if queried else 0.0,
-        "saved_blocks": sum(tier.saved_blocks for tier in tiers),
-        "loaded_blocks": sum(tier.loaded_blocks for tier in tiers),
+        "cpu_prefix_hit_rate": sum(tier.loads.hit_tokens for tier in tiers) / queried if queried else 0.0,
+        "saved_blocks": sum(tier.saves.num_blocks for tier in tiers),
+        "loaded_blocks": sum(tier.loads.num_blocks for tier in tiers),
         "failed_copies": sum(tier.failed_copies for tier in tiers),
         "num_cpu_prefix_blocks": sum(tier.tier.num_blocks for tier in tiers),
         "cpu_prefix_blocks_at_end": sum(len(tier.tier) for tier in tiers),
