@@ -279,3 +279,19 @@ def test_one_sequence_alone_is_spread_over_the_device_and_a_large_batch_is_not_s
         splits = {count: decode_splits(config, engine, "cuda", count) for count in (1, 4, 16, 64, 128, 256)}
     assert splits == {1: 64, 4: 17, 16: 5, 64: 2, 128: 1, 256: 1}
     assert all(each == 1 or count * 8 * each >= 4 * 132 * 0.9 for count, each in splits.items())
+
+
+def test_a_warm_up_that_fails_is_waited_for():
+    """A batch too large for the workspace: its first kernels run on the stream of captures, beside which no step may run."""
+    with fake_cuda() as log:
+        executor = made(log, workspace_bytes=20_000)
+        assert executor.forward.graphs.sizes == (1, 2, 4)
+    main, captures = "main", log.of("capture")[0][1]
+    since = "main has waited"
+    for what, stream, detail in log.entries:
+        if what == "launch" and stream == captures:
+            since = "a launch"
+        elif what == "wait stream" and stream == main and detail == captures:
+            since = "main has waited"
+        elif what == "launch" and stream == main:
+            assert since == "main has waited"
