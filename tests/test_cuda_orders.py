@@ -22,6 +22,7 @@ from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
 from gpu.step_buffer import StepArena
 from gpu.swap import BlockMover
+from gpu.workspace import WorkspaceFullError
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
@@ -284,9 +285,12 @@ def test_one_sequence_alone_is_spread_over_the_device_and_a_large_batch_is_not_s
 def test_a_warm_up_that_fails_is_waited_for():
     """A batch too large for the workspace: its first kernels run on the stream of captures, beside which no step may run."""
     with fake_cuda() as log:
-        executor = made(log, workspace_bytes=20_000)
-        assert executor.forward.graphs.sizes == (1, 2, 4)
-    captures, waited, inside = log.of("capture")[0][1], True, False
+        executor = made(log, workspace_bytes=1500)
+        assert executor.forward.graphs.sizes == ()
+        captures = next(stream for what, stream, _ in log.entries if what == "launch" and stream != "main")
+        with pytest.raises(WorkspaceFullError):
+            executor.forward.run([ScheduledRequest("r", 1, 0, (1,), samples=True)])
+    waited, inside = True, False
     for what, stream, detail in log.entries:
         if what in ("capture", "captured"):
             inside = what == "capture"
