@@ -125,8 +125,8 @@ def _checksum() -> Launch | None:
 
 
 # Held with triton 3.7.1 on sm_80, sm_90 and sm_100, by attention on sm_89 and sm_120 too, and with 3.6 on sm_90. They leave no
-# room for a spill, which is never allowed. Narrow reads are those of block ids (with 3.6 every thread reads its own) and of scales: K or V read four bytes at
-# a time would make more than a hundred.
+# room for a spill, which is never allowed. Narrow reads are those of block ids (with 3.6 every thread reads its own) and of
+# scales: K or V read four bytes at a time would make more than a hundred.
 # Decode: five programs a multiprocessor. Prefill: one, in the 99 KiB of shared memory of sm_89 and sm_120.
 DECODE = Budget(registers=96, shared_bytes=49_152, narrow_loads=28, copies_in_flight=3)
 DECODE_WIDE = replace(DECODE, registers=136)  # heads of 256: three
