@@ -2,8 +2,10 @@
 
     step += step_s + seq_s * sequences + token_s * tokens
 
-solved for non-negative times by Gauss-Newton steps with numerical derivatives, so that a simulation's statistics of one or more runs
-come closest to the measured ones. One observation can only tell the time a step; the time a token needs observations of prompts, the
+solved for non-negative times, so that a simulation's statistics of one or more runs come closest to the measured ones. When a request
+meets others differs from one guess to the next, and statistics jump by a per cent or two with it: so errors and slopes at a guess are
+those of a plane through a grid of simulations around it (a response surface), and the guess moves to where the plane is lowest. One
+observation can only tell the time a step; the time a token needs observations of prompts, the
 time a sequence runs with different batch sizes.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -19,7 +22,9 @@ from sim.costs.profile import FittedProfile
 from .errors import CalibrationError
 from .tent import Array
 
-ROUNDS = 5
+ROUNDS = 4
+GRID = (-1, 0, 1)
+"""Places of the grid along each term, in probes from the guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,7 @@ class Correction:
 
 
 PROBES = {"step_s": 4e-4, "token_s": 1e-5, "seq_s": 4e-5}
-"""By which each term is raised to see what it changes."""
+"""By which each term is changed to see what that does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +49,20 @@ class CorrectionFit:
 
     found: Correction
     residuals: tuple[float, ...]
-    """Relative error left at each observation."""
+    """Relative error left at each observation, of the plane."""
     identified: tuple[str, ...]
     """Which terms the observations can tell; the others are 0."""
+    slopes: Array
+    """Relative change of each observation for `PROBES` of each identified term, where the fit ended; `[observations, terms]`."""
+
+    def drawn(self, off: Array) -> Correction:
+        """The correction that observations ask for which are off by `off` under the one that was found, by its slopes; at least 0."""
+        from scipy.optimize import nnls
+
+        probes = np.asarray([PROBES[term] for term in self.identified])
+        here = np.asarray([getattr(self.found, term) for term in self.identified]) / probes
+        solved, _ = nnls(self.slopes, self.slopes @ here - off)
+        return Correction(**{term: float(value) for term, value in zip(self.identified, solved * probes, strict=True)})
 
 
 def corrected(cost: FittedProfile, correction: Correction) -> FittedProfile:
@@ -74,19 +90,24 @@ def fit_correction(
         return Correction(**dict(zip(terms, (float(value) for value in values), strict=True)))
 
     here = np.zeros(len(terms))
-    tried: list[tuple[float, Array, Array]] = []
+    tried: list[tuple[float, Array, Array, Array]] = []
     for _ in range(ROUNDS):
-        now = predict(of(here))
-        off = now / measured - 1
-        tried.append((float(np.sum(off**2)), here, off))
-        raised = [predict(of(here + probe)) for probe in np.diag(probes)]
-        slopes = np.stack([(then - now) / measured for then in raised], axis=1)
+        off, slopes = _plane(lambda values: predict(of(values)) / measured - 1, here, probes)
+        tried.append((float(np.sum(off**2)), here, off, slopes))
         solved, _ = nnls(slopes, slopes @ (here / probes) - off)
         here = solved * probes
-    off = predict(of(here)) / measured - 1
-    tried.append((float(np.sum(off**2)), here, off))
-    _, best, left = min(tried, key=lambda one: one[0])
-    return CorrectionFit(found=of(best), residuals=tuple(left.tolist()), identified=terms)
+    _, best, left, slopes = min(tried, key=lambda one: one[0])
+    return CorrectionFit(found=of(best), residuals=tuple(left.tolist()), identified=terms, slopes=slopes)
+
+
+def _plane(error: Callable[[Array], Array], here: Array, probes: Array) -> tuple[Array, Array]:
+    """Errors at `here` `[observations]` and their slopes for a probe of each term `[observations, terms]`. No time falls below 0."""
+    grid = np.asarray(list(product(GRID, repeat=here.size)), dtype=np.float64)
+    centre = np.maximum(here / probes, -min(GRID))  # the whole grid is moved up where a term is near 0
+    places = centre + grid
+    design = np.column_stack([np.ones(len(places)), places - here / probes])
+    plane, *_ = np.linalg.lstsq(design, np.stack([error(place * probes) for place in places]), rcond=None)
+    return plane[0], plane[1:].T
 
 
 def text(correction: Correction) -> str:

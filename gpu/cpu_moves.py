@@ -126,9 +126,14 @@ class CpuMoves:
         for guest in [guest for guest, kept in self._on_cpu.items() if kept & slots]:
             self._lane.drop(guest)  # it ended there: the core has given its place to another
             del self._on_cpu[guest]
-        self._lane.take(name, self._pool, [block for block, _ in pairs])
+        self._lane.receive(name, self._pool, [block for block, _ in pairs])
         self._on_cpu[name] = slots
         self.moved_to_cpu += 1
+
+    def catch_up(self) -> None:
+        """What the CPU computes for itself; called when the device's step has been timed."""
+        if self._lane is not None:
+            self._lane.catch_up()
 
     def _checksums(self, blocks: list[int]) -> list[int]:
         ids = torch.tensor(blocks, dtype=torch.int64).to(self._pool.device)

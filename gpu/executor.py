@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, StepResult
+from sim.core.tables import BlockTables
 
 from .cpu_moves import CpuMoves
 from .forward_pass import ForwardPass
 from .op_timeline import OpTimeline
-from .out_of_memory import OUT_OF_MEMORY, freed_but_pending, oom_report
+from .out_of_memory import OUT_OF_MEMORY, freed_but_pending, oom_report, typed_out_of_memory
 from .plan_moves import PlanMoves
 from .readings import MemoryReader, StepReading
 from .timing import step_timer
@@ -31,20 +32,21 @@ class TorchExecutor:
         *,
         cpu: CpuMoves | None = None,
         is_cached: Callable[[int], bool] = lambda block_id: False,
+        tables: BlockTables | None = None,
         watch: AbstractContextManager[Any] | None = None,
         on_step: Callable[[StepReading], None] | None = None,
         memory: MemoryReader | None = None,
         timeline: OpTimeline | None = None,
         clock: str = "wall",
     ) -> None:
-        """`cpu` moves blocks to and from the CPU, where plans do. `is_cached` says whether the core's prefix cache may find a block;
-        `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets a reading a step, with what
-        `memory` reads; `timeline` follows one step; `clock` is one of `gpu.timing.CLOCKS`.
+        """`cpu` moves blocks to and from the CPU, where plans do. `is_cached` says whether the core's prefix cache may find a block,
+        `tables` are such as the core's; `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets
+        a reading a step, with what `memory` reads; `timeline` follows one step; `clock` is one of `gpu.timing.CLOCKS`.
         """
         self.forward = forward
         self.model, self.pool, self.workspace = forward.model, forward.pool, forward.workspace
         cpu = CpuMoves(forward.pool, forward.model.ops) if cpu is None else cpu
-        self._moves = PlanMoves(forward.pool, forward.model.ops, cpu, is_cached=is_cached)
+        self._moves = PlanMoves(forward.pool, forward.model.ops, cpu, is_cached=is_cached, tables=tables)
         self._watch = nullcontext() if watch is None else watch
         self._on_step, self._memory = on_step, memory
         self.timeline = timeline
@@ -134,10 +136,12 @@ class TorchExecutor:
         report: OomReport | None = None
         self.pool.begin_step(plan.step)
         try:
-            self._moves.begin(plan)
+            with typed_out_of_memory():
+                self._moves.begin(plan)
         except OUT_OF_MEMORY as error:
             report = oom_report(error, self._moves.during, self.pool.device)
         self.pool.end_step()
+        self._moves.cpu.catch_up()
         return StepResult(durations=Durations.one(0), oom=report)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -158,7 +162,7 @@ class TorchExecutor:
         self._timer.start()
         drawn: dict[str, int] = {}
         try:
-            with self._watch:
+            with typed_out_of_memory(), self._watch:
                 if ahead == 0:
                     self._moves.begin(plan)
                 for request in scheduled:
@@ -173,13 +177,13 @@ class TorchExecutor:
         start_fs = plan.start_fs + sum(durations)
         durations.append(self._timer.stop_fs())
         self.pool.end_step()
+        self._moves.cpu.catch_up()
         self.steps += 1
         self.split_steps += self.forward.num_passes > 1
         if report is not None:
             self.oom_events += 1
             if ahead == 0:
-                for request in scheduled:
-                    self._moves.take_back(request)
+                self._moves.take_back(scheduled)
         else:
             self._moves.settle()
             self._record(scheduled, drawn, sampled)

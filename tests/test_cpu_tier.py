@@ -19,36 +19,9 @@ from sim.core.tier import PrefixTier
 from sim.costs.constant import FixedCost
 from sim.results.summary import summarize
 from sim.world import run_world
+from tests.support.tiers import fill, named, pass_all, warm
 
 SMALL = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_cpu_prefix_blocks": 10}
-
-
-def named(names: str, tokens: int = 4) -> dict[str, object]:
-    """A prompt whose content is named, `tokens` a name."""
-    return {"content_ids": tuple(names), "content_block_tokens": tokens}
-
-
-def warm(engine, name: str, names: str, tokens: int = 4) -> None:
-    """Serve a prompt that is one token longer than its names, and let its blocks be saved."""
-    engine.add(name, len(names) * tokens + 1, **named(names, tokens))
-    while (plan := engine.plan()) is not None:
-        engine.commit(plan)
-        pass_all(engine, plan)
-
-
-def pass_all(engine, plan) -> None:
-    """The copies that a plan began are done."""
-    for fence in [save[0] for save in plan.saves] + [load[1] for load in plan.loads]:
-        engine.core.pass_fence(fence, engine.now_fs)
-    engine.core.check()
-
-
-def fill(engine, tokens: int) -> None:
-    """Let somebody use so many tokens' blocks, so that what was cached in them is gone."""
-    engine.add("filler", tokens)
-    while (plan := engine.plan()) is not None:
-        engine.commit(plan)
-        pass_all(engine, plan)
 
 
 # -- saves ------------------------------------------------------------------------------------------------------------------------
@@ -326,35 +299,34 @@ def test_nobody_gives_way_for_blocks_that_are_only_being_saved(drive):
 
 def test_the_tier_forgets_what_was_used_longest_ago_and_never_what_a_copy_uses():
     tier = PrefixTier(2)
-    a, b = tier.begin_save(10), tier.begin_save(11)
-    assert tier.begin_save(12) is None  # both are being written
+    a, b = tier.begin_saves([10, 11, 12])  # then both are being written
     tier.end_save([a], done=True)
     tier.end_save([b], done=True)
     tier.begin_load([a])
-    assert tier.begin_save(12).block_id == b.block_id
+    assert [block.block_id for block in tier.begin_saves([12])] == [b.block_id]
     assert 11 not in tier
     tier.check()
 
 
 def test_a_dropped_block_is_free_when_its_last_copy_is_done():
     tier = PrefixTier(1)
-    block = tier.begin_save(10)
+    (block,) = tier.begin_saves([10])
     tier.end_save([block], done=True)
     tier.begin_load([block])
     tier.begin_load([block])
     tier.end_load([block], done=False)
     assert 10 not in tier
-    assert tier.begin_save(11) is None
+    assert tier.begin_saves([11]) == []
     tier.end_load([block], done=True)
     tier.check()
-    assert tier.begin_save(11).block_id == 1
+    assert [block.block_id for block in tier.begin_saves([11])] == [1]
 
 
 def test_of_one_prefix_the_tail_is_forgotten_before_the_head():
     tier = PrefixTier(3)
-    blocks = [tier.begin_save(key) for key in (1, 2, 3)]
+    blocks = tier.begin_saves([1, 2, 3])
     tier.end_save(blocks, done=True)
-    tier.begin_save(9)
+    tier.begin_saves([9])
     assert [key in tier for key in (1, 2, 3)] == [True, True, False]
 
 
@@ -365,7 +337,6 @@ def test_of_one_prefix_the_tail_is_forgotten_before_the_head():
     ("settings", "words"),
     [
         ({"enable_prefix_caching": False}, "without prefix caching no block is ever looked for again"),
-        ({"sliding_window": 128}, "full attention"),
         ({"cpu_prefix_mode": "write_around"}, "known are write_through"),
         ({"num_cpu_prefix_blocks": -1}, "at least 0"),
     ],

@@ -13,38 +13,14 @@ from sim.core.policies import PRESETS
 from sim.core.request import Outcome, RequestSpec
 from sim.costs.constant import FixedCost
 from sim.world import run_world
+from tests.support.roomy import TICK_S
+from tests.support.tiers import conversations
 
-TICK_S = 2.0**-10
 CACHING = [
     name
     for name, preset in PRESETS.items()
     if preset(EngineConfig(num_gpu_blocks=9000)).overrides.get("enable_prefix_caching", True)
 ]
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[RequestSpec, ...]:
-    """Turns of a few conversations, singly and in bursts, some of which leave."""
-    ticks, made = 0, []
-    for number in range(draw(st.integers(4, 18))):
-        ticks += draw(st.sampled_from([0, 0, 8, 40, 90]))
-        conversation, turns = draw(st.sampled_from("abcd")), draw(st.integers(1, 3))
-        output_tokens = draw(st.integers(1, 15))
-        patience = draw(st.sampled_from([None] * 6 + [4, 20, 64]))
-        made.append(
-            RequestSpec(
-                request_id=f"r{number}",
-                arrival_s=ticks * TICK_S,
-                input_tokens=8 * turns + draw(st.integers(1, 5)),
-                output_tokens=output_tokens,
-                max_tokens=draw(st.sampled_from([None, output_tokens, 15])),
-                priority=draw(st.integers(0, 2)),
-                content_ids=tuple(f"{conversation}{turn}" for turn in range(turns)),
-                content_block_tokens=8,
-                cancel_after_s=None if patience is None else patience * TICK_S,
-            )
-        )
-    return tuple(made)
 
 
 @pytest.mark.parametrize("name", CACHING)

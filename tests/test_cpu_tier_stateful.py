@@ -101,13 +101,14 @@ class TierMachine(RuleBasedStateMachine):
             assert key is not None
             if key in self.tier:
                 continue  # two blocks hold the same
-            target = self.tier.begin_save(key)
-            if target is None:
-                assert self.tier.num_obtainable == 0
+            obtainable = self.tier.num_obtainable
+            targets = self.tier.begin_saves([key])
+            assert len(targets) == min(1, obtainable)
+            if not targets:
                 break
             copy.keys.append(key)
             copy.device.append(block)
-            copy.cpu.append(target)
+            copy.cpu += targets
         if copy.keys:
             self.fence = copy.fence
             self.pool.read(copy.device, copy.fence)

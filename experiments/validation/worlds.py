@@ -65,10 +65,12 @@ def run_for_real(
     checked: bool = True,
     wrap: Callable[[Any], Executor] | None = None,
     on_step: Callable[[StepReading], None] | None = None,
+    copy_s: float = 0.0,
     **settings: Any,
 ) -> Recorded:
     """Run a scenario on a device. `wrap` gets the executor and returns what is used in its place (to plant a fault); `on_step`
-    gets a reading a step; `settings` are those of `RealSettings`.
+    gets a reading a step; copies to and from the CPU prefix tier are said to take `copy_s` a block; `settings` are those of
+    `RealSettings`.
 
     Raises what the device's checks raise.
     """
@@ -94,7 +96,7 @@ def run_for_real(
     config, policy = configure(scenario.engine)
     record = run_world(
         config,
-        FixedCost(1.0),
+        FixedCost(1.0, per_copied_block_s=copy_s),
         scenario.requests,
         executor=executor,
         policy=policy,
@@ -114,13 +116,15 @@ def run_for_real(
     )
 
 
-def replay(scenario: SmallScenario, configure: PresetOf, recording: Recording) -> list[dict[str, object]]:
-    """The decisions of the simulated world, when every step takes as long as it really took."""
+def replay(
+    scenario: SmallScenario, configure: PresetOf, recording: Recording, *, copy_s: float = 0.0
+) -> list[dict[str, object]]:
+    """The decisions of the simulated world, when every step takes as long as it really took, and copies `copy_s` a block."""
     decisions: list[dict[str, object]] = []
     config, policy = configure(scenario.engine)
     run_world(
         config,
-        FixedCost(1.0),
+        FixedCost(1.0, per_copied_block_s=copy_s),
         scenario.requests,
         executor=lambda core: ReplayExecutor(recording),
         policy=policy,

@@ -50,6 +50,6 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     in_system += len(on_cpu)
     if scheduler.offload is not None:
         scheduler.offload.tier.check()
-        in_system += len(scheduler.offload.loading)
+        in_system += len(scheduler.offload.loads.waiting)
     if in_system != num_unfinished:
         raise IntegrityError(f"{num_unfinished} requests are in the system, but {in_system} are running or waiting")

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, KeysView, Sequence
 from itertools import chain
 
-from .eviction import EVICTIONS, LruQueue, RetentionQueue
+from .eviction import EVICTIONS, LruQueue
 from .prefix import PrefixIndex
+from .ranked_eviction import RetentionQueue
 from .retention import Course
 
 NO_BLOCK = 0
@@ -78,6 +79,11 @@ class BlockPool:
     def ref_cnt(self, block_id: int) -> int:
         """How many tables hold a block."""
         return self._ref_cnt[block_id] if block_id < len(self._ref_cnt) else 0
+
+    @property
+    def ref_cnts(self) -> Sequence[int]:
+        """That of every block used so far, by block id; to be read only."""
+        return self._ref_cnt
 
     def num_unreferenced(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are in the free queue: taking them costs capacity like a new block does."""

@@ -107,21 +107,6 @@ class EngineConfig:
                 f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks}, but without prefix caching no block is ever looked for again; "
                 "enable prefix caching, or leave the CPU prefix tier out"
             )
-        if self.sliding_window is not None:
-            raise ConfigError(
-                f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks}, but with a sliding window ({self.sliding_window} tokens) the head "
-                "of a prefix is not kept; the CPU prefix tier is for full attention"
-            )
-        if self.kv_groups:
-            raise ConfigError(
-                f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks}, but the model has {len(self.kv_groups)} attention groups, whose "
-                "prefixes end in different places; the CPU prefix tier is for one kind of layer"
-            )
-        if self.async_scheduling:
-            raise ConfigError(
-                f"num_cpu_prefix_blocks is {self.num_cpu_prefix_blocks} and async_scheduling is on: this version does not plan copies "
-                "ahead of the step under way; leave one of them out"
-            )
 
     @property
     def watermark_blocks(self) -> int:

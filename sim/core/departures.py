@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from .admission import Rejection
 from .draft import Draft
 from .lag import Lag, ends_by_length
+from .loads import Loading
 from .log import Decisions
 from .request import Outcome, Request, State
 from .scheduler import Scheduler
@@ -145,9 +146,19 @@ class Departures:
         left_fs = now_fs if request.abort_fs is None else request.abort_fs
         self.tell(request, request.outcome or Outcome.ABORTED, request.reason, left_fs)
 
+    def requeue(self, loading: Loading, now_fs: int) -> None:
+        """A load has failed: its request waits again, and will be computed."""
+        assert self._scheduler.offload is not None
+        released = self._scheduler.offload.loads.give_up(loading, now_fs)
+        self.decisions.released.append((loading.request.request_id, released))
+        self._scheduler.waiting.put_back(loading.request)
+
     def _drop_loading(self, request: Request, now_fs: int) -> None:
         assert self._scheduler.offload is not None
-        self._scheduler.offload.drop(request, request.outcome.value if request.outcome else "aborted", now_fs)
+        why = request.outcome.value if request.outcome else "aborted"
+        released = self._scheduler.offload.loads.drop(request, why, now_fs)
+        if released:
+            self.decisions.released.append((request.request_id, released))
 
     def _end_left(self, request: Request, now_fs: int) -> None:
         ended_fs = now_fs if request.abort_fs is None else request.abort_fs
@@ -175,6 +186,8 @@ class Departures:
             self._leave_queue(request)
         elif request.state is State.SWAPPED:
             scheduler.drop_swapped(request)
+        elif request.state is State.LOADING:
+            self._drop_loading(request, now_fs)
         else:
             self.retire(request, now_fs)
         request.num_tokens -= self._lag.late.pop(request)

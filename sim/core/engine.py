@@ -20,13 +20,15 @@ from .facts import Arrived, Committed, EngineFacts, ProgressError
 from .families import Fork
 from .groups import tables_of
 from .lag import Lag
+from .loads import Load
 from .log import Decisions, DecisionSink
-from .offload import Load, Offload, Save
+from .offload import Offload
 from .plan import ScheduledRequest, StepPlan, StepResult
 from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
 from .pressure import Pressure
 from .request import Outcome, Request, RequestSpec, State
+from .saves import Save
 from .scheduler import Scheduler
 from .stretch import log_rows, scheduled_in, shape_of, steps_alike
 
@@ -52,7 +54,8 @@ class EngineCore(EngineFacts):
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
         self._pressure = Pressure(self._scheduler, policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
         self._offload = self._scheduler.offload
-        self._passed: list[tuple[int, bool]] = []
+        self._passed: list[tuple[int, int, bool]] = []
+        """Copies that have ended and are not heard of yet: fence, when, and whether they were done."""
         self._lag = Lag(self._scheduler) if config.async_scheduling else None
         self._requests = self._scheduler.requests
         self._next_seq = 0
@@ -148,9 +151,10 @@ class EngineCore(EngineFacts):
         after_pause = lag is not None and not lag.busy
         if lag is not None:
             lag.look_back(now_fs)
+            self._hear_copies(now_fs, now_fs - scheduler.looks_back_fs)
         self.pool.tick(now_fs)
         self.wake(now_fs)
-        completed = None if self._offload is None else self._offload.take_completed()
+        completed = None if self._offload is None else self._offload.saves.take_completed()
         if (climbed := self._pressure.climb(now_fs)) is not None:
             moved, relief = climbed
             self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
@@ -163,8 +167,7 @@ class EngineCore(EngineFacts):
             if not draft.changed_queue:
                 if lag is not None and lag.busy:
                     after_pause = True
-                    self._departures.catch_up(now_fs)
-                    self._write_down(scheduler.families.learn_outcomes(now_fs))
+                    self._catch_up(now_fs)
                     continue
                 break
         saves: tuple[Save, ...] = ()
@@ -175,10 +178,10 @@ class EngineCore(EngineFacts):
             self._assert_progress()
             return None
         room = None if max_repeat == 1 else self._pressure.blocks_until_change()
-        if lag is not None and (after_pause or lag.has_news):
+        if lag is not None and (after_pause or lag.has_news or self._passed):
             room = None
         if room is not None and self._offload is not None:
-            room = self._offload.blocks_until_save(room)
+            room = self._offload.saves.blocks_until_next(room)
         step, shape = scheduler.steps_done, shape_of(draft, scheduler, self._decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
@@ -236,10 +239,8 @@ class EngineCore(EngineFacts):
         if result.oom is not None:
             scheduler.take_back(draft, now_fs)
             draft.shares = {}
-        if self._offload is not None:
-            for fence, done in self._passed:
-                self._offload.pass_fence(fence, now_fs, done=done)
-            self._passed = []
+        if self._lag is None:
+            self._hear_copies(now_fs, now_fs)
         lag = self._lag if result.oom is None else None
         if lag is not None:
             for request in lag.committed(plan.start_fs + result.durations.before_fs(steps - 1)):
@@ -257,7 +258,7 @@ class EngineCore(EngineFacts):
         for order in sorted(finished):
             departures.finish(finished[order], finished[order].request_id in result.stopped, now_fs)
         if result.oom is not None:
-            departures.catch_up(now_fs)  # what was planned ahead of a step that failed is void
+            self._catch_up(now_fs)  # what was planned ahead of a step that failed is void
         if plan.shape.num_tokens:
             self._pressure.note_workspace(result.workspace_share)
         if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
@@ -268,16 +269,17 @@ class EngineCore(EngineFacts):
 
     def pass_fence(self, fence: int, now_fs: int, *, done: bool = True) -> None:
         """A copy that a plan began has ended, or failed (`done` is False: what it was to bring is computed instead). The next decision
-        may differ because of it, so a stretch under way must be cut; while a plan is out nothing moves before its commit.
+        may differ because of it, so a stretch under way must be cut; while a plan is out nothing moves before its commit, and an engine
+        that plans ahead hears of it when it hears of that step's other news.
 
         Raises KeyError for a fence that no copy under way has.
         """
-        if self._offload is None or not self._offload.is_under_way(fence):
+        told = any(fence == passed for passed, _, _ in self._passed)
+        if self._offload is None or told or not self._offload.is_under_way(fence):
             raise KeyError(f"fence {fence} has passed, but no copy under way has it")
-        if self._plan is not None:
-            self._passed.append((fence, done))
-        else:
-            self._offload.pass_fence(fence, now_fs, done=done)
+        self._passed.append((fence, now_fs, done))
+        if self._plan is None and (self._lag is None or not self._lag.busy):
+            self._hear_copies(now_fs, now_fs)
 
     def wake(self, now_fs: int) -> None:
         """Time has passed for the CPU executor: who has all tokens there has finished. The next decision may differ."""
@@ -336,13 +338,30 @@ class EngineCore(EngineFacts):
         self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft
     ) -> tuple[tuple[Save, ...], tuple[Load, ...]]:
         """Settle what the plan saves and loads; nothing is saved while a running request waits for blocks that are being saved."""
-        saves = () if draft.blocks_come else offload.save(completed)
+        saves = () if draft.blocks_come else offload.saves.begin(completed)
         if draft.blocks_come:
-            offload.put_off(completed)
-        loads, offload.new_loads = tuple(offload.new_loads), []
+            offload.saves.put_off(completed)
+        loads = offload.loads.take_new()
         self._decisions.saved += [list(pairs) for _, pairs in saves]
         self._decisions.loaded += [(request_id, list(pairs)) for request_id, _, pairs in loads]
         return saves, loads
+
+    def _hear_copies(self, now_fs: int, until_fs: int) -> None:
+        """Let the tier know of the copies that had ended by `until_fs`."""
+        heard = [passed for passed in self._passed if passed[1] <= until_fs]
+        self._passed = [passed for passed in self._passed if passed[1] > until_fs]
+        for fence, _, done in heard:
+            assert self._offload is not None  # `pass_fence`
+            failed = self._offload.pass_fence(fence, now_fs, done=done)
+            if failed is not None:
+                self._departures.requeue(failed, now_fs)
+
+    def _catch_up(self, now_fs: int) -> None:
+        """Nothing can be planned ahead, or what was is void: all that has happened is known."""
+        self._departures.catch_up(now_fs)
+        if self._lag is not None:
+            self._write_down(self._scheduler.families.learn_outcomes(now_fs))
+            self._hear_copies(now_fs, now_fs)
 
     def _assert_progress(self) -> None:
         if self._offload is not None and self._offload.in_flight:
@@ -414,7 +433,7 @@ class EngineCore(EngineFacts):
             request.token_fs += slots * total_fs
             filled += slots
         if self._offload is not None:
-            filled += sum(request.num_computed_tokens for request in self._offload.loading)
+            filled += sum(loading.filled_slots for loading in self._offload.loads.waiting.values())
         return filled
 
     def _reached_end(self, result: StepResult) -> dict[int, Request]:

@@ -137,7 +137,7 @@ class EngineFacts:
     @property
     def cpu_hit_tokens(self) -> int:
         """Prompt tokens that were not found in the prefix cache, and loaded from the CPU tier."""
-        return 0 if self._offload is None else self._offload.hit_tokens
+        return 0 if self._offload is None else self._offload.loads.hit_tokens
 
     @property
     def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -196,5 +196,11 @@ class EngineFacts:
     def idle_holdings(self) -> tuple[int, int, int]:
         """Owned blocks, token slots in all tables, and those of them that are filled: what is held while no plan is out."""
         scheduler = self._scheduler
-        filled = sum(self._slots_filled(request, scheduler.decode.computed(request)) for request in scheduler.holders())
+        loading = {} if self._offload is None else self._offload.loads.waiting
+        filled = sum(
+            loading[request].filled_slots
+            if request in loading
+            else self._slots_filled(request, scheduler.decode.computed(request))
+            for request in scheduler.holders()
+        )
         return self.pool.num_owned, scheduler.holdings.table_blocks * scheduler.decode.slots_per_block, filled

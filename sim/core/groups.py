@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from .blocks import NO_BLOCK, BlockPool
+from .cached import Cached, served
 from .config import EngineConfig
-from .need import skipped_blocks
 from .tables import Allocation, BlockTable, BlockTables
 
 
@@ -94,25 +94,34 @@ class GroupTables(BlockTables):
         NO_BLOCK stands for what is out of a window. Each group can only shorten what the others found, until all agree.
         Source: vLLM V1 `HybridKVCacheCoordinator.find_longest_cache_hit`.
         """
+        hits: list[int] = []
+        for passed, seen in self.seen(keys, self.longest(keys, self.on_device)):
+            hits += [NO_BLOCK] * passed
+            hits += self.pool.find(seen)
+        return hits
+
+    def longest(self, keys: list[int], cached: Cached) -> int:
+        """Tokens of the longest prefix that every group could serve if all that is `cached` were on the device."""
         by_group = self._keys_by_group(keys)
         tokens = len(keys) * self.block_size
         for group, own in zip(self.groups, by_group, strict=True):
             if group.window is None:
-                tokens = min(tokens, len(self.pool.find(own[: tokens // group.block_size])) * group.block_size)
+                tokens = min(tokens, cached.run(own[: tokens // group.block_size]) * group.block_size)
         before = -1
         while tokens != before:
             before = tokens
             for group, own in zip(self.groups, by_group, strict=True):
                 if group.window is not None:
-                    tokens = group.served(own, self._aligned(tokens), self._slots_per_block)
+                    tokens = served(
+                        own, self._aligned(tokens), self._slots_per_block, cached, group.block_size, group.window
+                    )
             tokens = self._aligned(tokens)
-        hits: list[int] = []
-        for group, own in zip(self.groups, by_group, strict=True):
-            passed = skipped_blocks(tokens, group.block_size, group.window)
-            seen = own[passed : tokens // group.block_size]
-            hits += [NO_BLOCK] * passed
-            hits += self.pool.find(seen)
-        return hits
+        return tokens
+
+    def seen(self, keys: list[int], tokens: int) -> list[tuple[int, list[int]]]:
+        """For each group, of a prefix of `tokens` tokens: how many leading blocks are out of its window, and the keys of the others."""
+        parts = zip(self.groups, self._keys_by_group(keys), strict=True)
+        return [group.seen(own, tokens)[0] for group, own in parts]
 
     def _aligned(self, tokens: int) -> int:
         """Whole blocks of every group."""

@@ -158,9 +158,10 @@ class GroupGrowth(Growth):
     def _flows(self, limit: int, turn: int) -> tuple[list[int], list[int], list[int]]:
         """For steps 1 to `turn` from now: blocks taken, surely given back, and given back at most, if it goes on for `limit` steps."""
         taken, sure, possible = [0] * turn, [0] * turn, [0] * turn
+        reading = bool(self.holdings.pool.being_read)  # what a copy reads comes back only when it is done
         for request in self.decode:
             first = self.decode.computed(request) + 1
-            alone = not request.shared_runs and not request.dropped_tokens
+            alone = not request.shared_runs and not request.dropped_tokens and not reading
             for group in self._tables.groups:
                 size, window = group.block_size, group.window
                 for step in range(-first % size, turn, size):

@@ -89,15 +89,21 @@ class Holdings:
             kept = courses(ranges, request.spec.input_tokens, len(table), group.block_size, now_fs)
             self.pool.retain(table.blocks, kept)
 
-    def release_unwritten(self, request: Request, written: int, why: str, fence: int, now_fs: int) -> None:
-        """Give back all blocks of a request, of which a copy still writes those after the first `written`."""
+    def release_unwritten(self, request: Request, why: str, fence: int | None, now_fs: int) -> list[int]:
+        """Give back all blocks of a request that loads, and has computed nothing; returns them. What it did not find on the device waits
+        for the `fence`, if a copy still writes.
+        """
         by, worth = f"{request.request_id} ({why})", -float(request.spec.priority)
         self.sharing.leave(request, now_fs)
         self.hold(request, -request.held_blocks, now_fs)
         request.num_registered = 0
-        blocks, request.table.blocks = request.table.blocks, []
-        self.pool.release(blocks[written:], by, fence)
-        self.pool.release(blocks[:written], by, worth=worth)
+        blocks = [block_id for block_id in request.table.blocks if block_id != NO_BLOCK]
+        for table in request.table.groups:
+            table.blocks = []
+        known = [block_id for block_id in blocks if block_id in self.pool.index]
+        self.pool.release([block_id for block_id in blocks if block_id not in self.pool.index], by, fence)
+        self.pool.release(known, by, worth=worth)
+        return blocks
 
     def find(self, request: Request) -> list[int]:
         """Blocks with the longest cached prefix of a waiting request.
@@ -126,12 +132,21 @@ class Holdings:
 
     def register(self, request: Request, computed_tokens: int) -> None:
         """Make blocks that will be full after this step findable at once: whoever finds them is computed after them."""
-        if not self.reuses(request):
-            return
+        if self.reuses(request):
+            self._register_upto(request, self._findable_by_others(request, computed_tokens))
+
+    def has_to_register(self, request: Request, computed_tokens: int) -> bool:
+        """Whether `register` may find something to do."""
+        return (
+            self.config.enable_prefix_caching
+            and self._findable_by_others(request, computed_tokens) > request.num_registered
+        )
+
+    def _findable_by_others(self, request: Request, computed_tokens: int) -> int:
         findable = request.keys.num_shared
         if request.spec.forking is not None and request.num_preemptions:  # its copies come back after it
             findable = max(findable, request.computed_high // self.config.block_size)
-        self._register_upto(request, min(computed_tokens // self.config.block_size, findable))
+        return min(computed_tokens // self.config.block_size, findable)
 
     def publish(self, request: Request, computed_tokens: int) -> None:
         """Make all full blocks of a running request findable: for one that has gone on as a copy of it, and waits."""
@@ -146,7 +161,7 @@ class Holdings:
             self.pool.index.add(blocks, keys)
             request.num_registered = stop
             if self.offload is not None:
-                self.offload.note(blocks, keys)
+                self.offload.saves.note(blocks, keys)
 
     def forget_private(self, request: Request) -> None:
         """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for."""

@@ -7,6 +7,7 @@ step k are kept from the plan instead:
 
 * who arrived during step k is not in the queue yet;
 * who ended unforeseen in step k (a stop token, a client that left) is still planned for, and computes tokens for nothing;
+* a copy to or from the CPU prefix tier that ended during step k is still under way;
 * who reached its length in step k is not, but its slot and its blocks are still taken: they come back with step k+1.
 
 When nothing can be planned that way, the engine waits for step k, learns the news, and plans with nothing under way.

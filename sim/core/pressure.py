@@ -82,7 +82,7 @@ class Pressure:
                 scheduler.pool.drop_cached()
             elif rung.action == "offload_cache":
                 assert scheduler.offload is not None  # `check_ladder`
-                scheduler.offload.save_all = on
+                scheduler.offload.saves.save_all = on
             elif rung.action == "run_on_cpu" and not on:
                 assert scheduler.cpu_server is not None  # `check_ladder`
                 scheduler.cpu_server.give_back(now_fs)

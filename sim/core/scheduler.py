@@ -115,7 +115,7 @@ class Scheduler:
 
     def holders(self) -> Iterable[Request]:
         """All requests that hold blocks: the running, those who did until just now, and those whose prefix is loaded."""
-        loading: Iterable[Request] = () if self.offload is None else self.offload.loading
+        loading: Iterable[Request] = () if self.offload is None else self.offload.loads.waiting
         return chain(self.running.values(), self.departing.values(), loading)
 
     @property
@@ -131,7 +131,9 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests in the system that do not run: those, and those whose prefix is loaded."""
-        return self.num_queued + (0 if self.offload is None else len(self.offload.loading))
+        if self.offload is None or not self.offload.loads.waiting:
+            return self.num_queued
+        return self.num_queued + sum(request.ended_fs is None for request in self.offload.loads.waiting)
 
     @property
     def num_slots_taken(self) -> int:
@@ -147,6 +149,8 @@ class Scheduler:
             return (
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
+        if self.growth.slides and self.offload is not None:
+            return False  # a window's cached blocks may go, and those of another place, that a tier has, cost it less
         if self.growth.slides and self._policy.eviction != "lru" and self.starts.blocked is not None:
             return False  # which of the cached blocks that a window's head would find go, and when, is not known before
         return self._admission.steady and self.waiting.steady
@@ -392,6 +396,8 @@ class Scheduler:
             unwritten = self._tables.between(request.table, computed_blocks, request.num_registered)
             self.pool.forget(unwritten)
             void.update(unwritten)
+        if self.offload is not None:
+            self.offload.saves.undone(void)
         for share in draft.shares.values():
             request, tokens = share.request, share.context_tokens
             # It may have been to read what another request of the same step was to write.

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from .admission import Admission, Deferral, Rejection
 from .batching import is_prompt
 from .blocks import NO_BLOCK
 from .draft import Draft, Share
-from .offload import Loading, Offload
+from .loads import Loading
+from .offload import Offload
 from .relief import cap_output, is_paused
 from .request import Request
 from .tables import BlockTables
@@ -53,10 +55,10 @@ class Starts:
         """
         scheduler = self._scheduler
         slots = scheduler.config.max_num_seqs - len(scheduler.departing)
-        while scheduler.offload is not None and scheduler.offload.ready:
+        while scheduler.offload is not None and scheduler.offload.loads.ready:
             if not draft.budget or len(scheduler.running) >= slots:
                 return
-            if not self._start_loaded(scheduler.offload.ready[0], draft, now_fs):
+            if not self._start_loaded(scheduler.offload.loads.ready[0], draft, now_fs):
                 return
         while (
             swapped := next((each for each in scheduler.swapped if not is_paused(scheduler, each)), None)
@@ -156,7 +158,7 @@ class Starts:
         if hits:
             scheduler.holdings.sharing.join(request, tables.split(hits), now_fs)
             if scheduler.offload is not None:
-                scheduler.offload.used(hits)
+                scheduler.offload.saves.used(hits)
         self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
         return True
 
@@ -206,10 +208,14 @@ class Starts:
     def _load(self, offload: Offload, request: Request, hits: list[int], draft: Draft, now_fs: int) -> bool | None:
         """Load the prefix of the head of the queue from the CPU tier; False: it must wait; None: there is nothing to load."""
         scheduler = self._scheduler
-        found = offload.find(request, len(hits))
-        if not found:
-            return False if found is None else None
-        whole, need = offload.need(request, hits)
+        loads = offload.loads
+        reach = loads.find(request, hits)
+        if reach is None or reach.moving:
+            return None if reach is None else False
+        needed = loads.need(request, reach)
+        if needed is None:
+            return None
+        lengths, need = needed
         may_start = self._may_start(request, need, draft, now_fs)
         if may_start is None:
             return True
@@ -217,7 +223,8 @@ class Starts:
             return False
         scheduler.waiting.pop(request)
         scheduler.num_admissions += 1
-        offload.begin_load(request, hits, found, whole, now_fs)
+        offload.saves.used(chain.from_iterable(reach.hits))
+        loads.begin(request, reach, lengths, now_fs)
         return True
 
     def _start_loaded(self, loading: Loading, draft: Draft, now_fs: int) -> bool:
@@ -229,11 +236,11 @@ class Starts:
         num_tokens = min(missing, scheduler.allowed(request, draft))
         if not num_tokens or (num_tokens < missing and not scheduler.config.enable_chunked_prefill):
             return False
-        scheduler.offload.leave(loading, now_fs)
+        scheduler.offload.loads.leave(loading, now_fs)
         spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")
         scheduler.holdings.hold(request, -len(spare), now_fs)
         scheduler.run(request, now_fs)
-        self._begin(request, num_tokens, computed, loading.hits * scheduler.config.block_size, draft)
+        self._begin(request, num_tokens, computed, loading.reach.hit_tokens, draft)
         return True
 
     def admits_copy(self, request: Request, now_fs: int) -> bool:

@@ -45,7 +45,7 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
     may find others, which cost it less). Where prompts go first, they are tried between what slides and what is taken.
     """
     stands_still = not scheduler.catching_up and scheduler.steady
-    if draft.shares or draft.changed_queue or not (stands_still or draft.turn_left):
+    if draft.shares or draft.changed_queue or draft.decodes_rest or not (stands_still or draft.turn_left):
         return 1
     limit = scheduler.decode.steps_to_completion() or 1
     if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapped):

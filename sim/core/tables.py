@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .blocks import NO_BLOCK, BlockPool
+from .cached import Cached, OnDevice, served
 from .need import blocks_for, new_blocks, new_blocks_for_whole, skipped_blocks
 
 
@@ -49,6 +50,7 @@ class BlockTables:
         self.block_size = block_size
         self.window = window
         """Sliding attention window in tokens; None for full attention."""
+        self.on_device = OnDevice(pool)
 
     @property
     def groups(self) -> Sequence[BlockTables]:
@@ -77,21 +79,19 @@ class BlockTables:
         """
         if self.window is None:
             return self.pool.find(keys)
-        tokens = self.served(keys, len(keys) * self.block_size, self.block_size)
-        passed = skipped_blocks(tokens, self.block_size, self.window)
-        return [NO_BLOCK] * passed + self.pool.find(keys[passed : tokens // self.block_size])
+        ((passed, seen),) = self.seen(keys, self.longest(keys, self.on_device))
+        return [NO_BLOCK] * passed + self.pool.find(seen)
 
-    def served(self, keys: list[int], tokens: int, unit: int) -> int:
-        """The longest prefix, up to `tokens` tokens and in whole `unit` tokens, of which all that the window covers is cached; looked for
-        from the right. Source: vLLM V1 `SlidingWindowManager.find_longest_cache_hit`.
-        """
-        index = tokens // self.block_size
-        while index > skipped_blocks(tokens, self.block_size, self.window):
-            index -= 1
-            if not self.pool.find(keys[index : index + 1]):
-                tokens = index * self.block_size // unit * unit
-                index = min(index, tokens // self.block_size)
-        return tokens
+    def longest(self, keys: list[int], cached: Cached) -> int:
+        """Tokens of the longest prefix of `keys` that could be served if all that is `cached` were on the device."""
+        if self.window is None:
+            return cached.run(keys) * self.block_size
+        return served(keys, len(keys) * self.block_size, self.block_size, cached, self.block_size, self.window)
+
+    def seen(self, keys: list[int], tokens: int) -> list[tuple[int, list[int]]]:
+        """For each group, of a prefix of `tokens` tokens: how many leading blocks are out of the window, and the keys of the others."""
+        passed = skipped_blocks(tokens, self.block_size, self.window)
+        return [(passed, keys[passed : tokens // self.block_size])]
 
     def tokens_in(self, hits: Sequence[int]) -> int:
         """Tokens that `hits` hold."""

@@ -78,27 +78,33 @@ class PrefixTier:
         block = self._by_key.get(key)
         return block is not None and block.busy
 
-    def begin_save(self, key: int) -> TierBlock | None:
-        """Take a block for content that is not here yet; None, and nothing changed, when all are busy.
+    def begin_saves(self, keys: Iterable[int]) -> list[TierBlock]:
+        """Take a block for each of `keys`, whose content is not here when its turn comes; fewer when all are busy.
 
         Raises ValueError if the content is here already.
         """
-        if key in self._by_key:
-            raise ValueError(f"prefix block {key} is in the CPU tier already")
-        if self._free:
-            block_id = self._free.pop()
-        elif self._num_used < self.num_blocks:
-            self._num_used += 1
-            block_id = self._num_used
-        else:
-            idle = self._longest_idle()
-            if idle is None:
-                return None
-            del self._by_key[idle.key]
-            block_id = idle.block_id
-        block = self._by_key[key] = TierBlock(block_id, key)
-        self.num_busy += 1
-        return block
+        by_key, free = self._by_key, self._free
+        taken: list[TierBlock] = []
+        for key in keys:
+            if key in by_key:
+                raise ValueError(f"prefix block {key} is in the CPU tier already")
+            if free:
+                block_id = free.pop()
+            elif self._num_used < self.num_blocks:
+                self._num_used += 1
+                block_id = self._num_used
+            else:
+                for idle in by_key.values():
+                    if idle.written and not idle.readers:
+                        break
+                else:
+                    break
+                del by_key[idle.key]
+                block_id = idle.block_id
+            block = by_key[key] = TierBlock(block_id, key)
+            taken.append(block)
+        self.num_busy += len(taken)
+        return taken
 
     def end_save(self, blocks: Sequence[TierBlock], *, done: bool) -> None:
         """A save has ended; what was not saved is forgotten."""
@@ -155,12 +161,6 @@ class PrefixTier:
                 f"the CPU tier of {self.num_blocks} blocks has used {self._num_used}: {len(kept)} hold something and "
                 f"{len(self._free)} are free; {busy} are busy, {self.num_busy} are counted"
             )
-
-    def _longest_idle(self) -> TierBlock | None:
-        for block in self._by_key.values():
-            if block.written and not block.readers:
-                return block
-        return None
 
     def _rest(self, block: TierBlock) -> None:
         """A copy of a block has ended."""

@@ -160,7 +160,7 @@ class EngineView:
     def num_running(self) -> int:
         """Admitted requests: those included that hold a slot a step longer with asynchronous scheduling, and whose prefix is loaded."""
         scheduler = self._scheduler
-        loading = 0 if scheduler.offload is None else len(scheduler.offload.loading)
+        loading = 0 if scheduler.offload is None else len(scheduler.offload.loads.waiting)
         return len(scheduler.running) + len(scheduler.departing) + loading
 
     @property
@@ -222,7 +222,7 @@ class EngineView:
     def all_decoding(self) -> bool:
         """Whether every running request gains exactly one token a decode step: none is computing its prompt or catching up."""
         scheduler = self._scheduler
-        return not scheduler.catching_up and (scheduler.offload is None or not scheduler.offload.loading)
+        return not scheduler.catching_up and (scheduler.offload is None or not scheduler.offload.loads.waiting)
 
     @property
     def drain(self) -> DrainMeter:
@@ -236,7 +236,7 @@ class EngineView:
     def running_by_id(self) -> Iterator[tuple[str, RunningView]]:
         """The same with their ids: a view of a request costs less than most questions to it."""
         scheduler = self._scheduler
-        loading = () if scheduler.offload is None else scheduler.offload.loading
+        loading = () if scheduler.offload is None else scheduler.offload.loads.waiting
         return (
             (request.spec.request_id, RunningView(request, scheduler))
             for request in chain(scheduler.running.values(), loading)

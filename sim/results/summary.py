@@ -121,9 +121,9 @@ def _tier(record: RunRecord, queried: int) -> dict[str, Any]:
     if not tiers:
         return {}
     return {
-        "cpu_prefix_hit_rate": sum(tier.hit_tokens for tier in tiers) / queried if queried else 0.0,
-        "saved_blocks": sum(tier.saved_blocks for tier in tiers),
-        "loaded_blocks": sum(tier.loaded_blocks for tier in tiers),
+        "cpu_prefix_hit_rate": sum(tier.loads.hit_tokens for tier in tiers) / queried if queried else 0.0,
+        "saved_blocks": sum(tier.saves.num_blocks for tier in tiers),
+        "loaded_blocks": sum(tier.loads.num_blocks for tier in tiers),
         "failed_copies": sum(tier.failed_copies for tier in tiers),
         "num_cpu_prefix_blocks": sum(tier.tier.num_blocks for tier in tiers),
         "cpu_prefix_blocks_at_end": sum(len(tier.tier) for tier in tiers),
@@ -146,6 +146,15 @@ def _memory(record: RunRecord) -> dict[str, Any]:
         "min_headroom_bytes": min(memory.min_headroom_bytes for memory in records),
         "oom_by_line": _count(event.report.op for memory in records for event in memory.ooms),
     }
+
+
+def itl_columns(record: RunRecord) -> dict[str, list[Any]]:
+    """The columns of `itl.csv`: each finished request of all replicas, and its gaps."""
+    gaps: dict[str, Any] = {}
+    for recorder in record.recorders:
+        gaps |= metrics.request_gaps(recorder)
+    names = [request.request_id for request in record.requests if request.request_id in gaps]
+    return {"request_id": names, "itl_s": [" ".join(map(repr, gaps[name].tolist())) for name in names]}
 
 
 def request_columns(record: RunRecord) -> dict[str, list[Any]]:

@@ -70,7 +70,6 @@ def engines(
             for size in draw(st.sampled_from([(4, 4), (4, 8), (8, 4), (4, 4, 4)]))
         )
     caching, ahead = draw(st.booleans()), draw(st.sampled_from(planned_ahead))
-    may_have_tier = caching and not ahead and window is None
     return EngineConfig(
         num_gpu_blocks=max(len(groups), 1) * draw(st.sampled_from([18, 24, 40, 60])),
         block_size=4,
@@ -79,7 +78,7 @@ def engines(
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([2, 16, 64])),
         enable_prefix_caching=caching,
         reserve_full_prompt=draw(st.sampled_from(full_prompts)),
-        num_cpu_prefix_blocks=draw(st.sampled_from([0, 12])) if may_have_tier else 0,
+        num_cpu_prefix_blocks=draw(st.sampled_from([0, 12])) if caching else 0,
         cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
         sliding_window=None if groups else window,
         kv_groups=groups,
