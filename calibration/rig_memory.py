@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from gpu.batch import BatchBuffers
+from gpu.decoder_room import decode_splits, workspace_bytes
 from gpu.device import device_facts
 from gpu.executor import TorchExecutor
-from gpu.model import decode_splits, workspace_bytes
 from gpu.nvml import nvml_reading
 from gpu.readings import process_bytes, storage_bytes
 from sim.core.config import EngineConfig
