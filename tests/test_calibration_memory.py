@@ -19,7 +19,8 @@ from sim.core.config import ConfigError
 from sim.core.plan import BatchShape
 from sim.costs.fitted import FOLDER
 from sim.memory import build_ledger
-from sim.memory.measured import MeasuredLine, MeasuredMemory, read_measured, step_features, widest_step
+from sim.memory.measured import MeasuredLine, MeasuredMemory, step_features, widest_step
+from sim.memory.measured_file import read_measured
 from sim.resolve import resolve
 from sim.scenario import Scenario
 
