@@ -27,6 +27,14 @@ WIDTHS = (512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 
 LEAST_POINTS = 1000
 ELEMENT_BYTES = {"bfloat16": 2}
 """Bytes of a weight; formats that are not named here have one."""
+MATRICES = 4
+"""Matrices of a dense layer, whose errors partly cancel: the errors of a step are means of so many."""
+SAME_TILE = (9, 15)
+"""Token counts that every kernel runs as one tile: their times differ by nothing but noise."""
+LONG = 512
+"""Tokens from which on a kernel is busy with work rather than launch."""
+DEEPER_FASTER = 0.95
+"""A deeper matrix that takes less than this share of the time of a shallower one is scatter."""
 
 
 def fit_gemm(table: pd.DataFrame, dtype: str, bandwidth_bytes_per_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,16 +79,6 @@ def fit_gemm(table: pd.DataFrame, dtype: str, bandwidth_bytes_per_s: float) -> t
         "us": [[[float(f"{value:.4g}") for value in row] for row in level] for level in levels],
     }
     return term, error
-
-
-MATRICES = 4
-"""Matrices of a dense layer, whose errors partly cancel: the errors of a step are means of so many."""
-SAME_TILE = (9, 15)
-"""Token counts that every kernel runs as one tile: their times differ by nothing but noise."""
-
-
-LONG = 512
-DEEPER_FASTER = 0.95
 
 
 def same_tile_noise(table: pd.DataFrame) -> float | None:

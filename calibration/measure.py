@@ -61,16 +61,19 @@ class MeasureSettings:
         tokens, seqs, longest = LIMITS[kind]
         tokens, seqs = self.max_num_batched_tokens or tokens, self.max_num_seqs or seqs
         longest = min(self.max_model_len or longest, shape.max_position_embeddings)
-        per_block = self.block_size * shape.kv_bytes_per_token(self.kv_cache_dtype, 1, dtype=_dtype(self, shape))
         wanted = seqs * blocks_for(longest, self.block_size) + 4 * HOST_BLOCKS
         return Limits(
             max_num_batched_tokens=tokens,
             max_num_seqs=min(seqs, tokens),
             max_model_len=longest,
             block_size=self.block_size,
-            num_gpu_blocks=max(1, min(wanted, POOL_BYTES[kind] // per_block)),
+            num_gpu_blocks=max(1, min(wanted, POOL_BYTES[kind] // self.block_bytes(shape))),
             num_cpu_blocks=HOST_BLOCKS,
         )
+
+    def block_bytes(self, shape: ModelShape) -> int:
+        """Bytes of one KV block, all layers together."""
+        return self.block_size * shape.kv_bytes_per_token(self.kv_cache_dtype, 1, dtype=_dtype(self, shape))
 
 
 def measure(
@@ -164,14 +167,12 @@ def _check_making(settings: MeasureSettings, shape: ModelShape, budget_s: float)
 
     find_device(settings.device)
     DecoderConfig.of(shape, settings.model)
-    dtype = _dtype(settings, shape)
-    cache = dtype if settings.kv_cache_dtype == "auto" else kv_cache_dtype_name(settings.kv_cache_dtype)
     making = Making.of(
         shape,
         settings.limits(shape),
         drawn=settings.model in MODELS or not _has_weights(Path(settings.model)),
-        cache_bytes=DTYPE_BYTES.get(cache, 1),
-        block_bytes=settings.block_size * shape.kv_bytes_per_token(settings.kv_cache_dtype, 1, dtype=dtype),
+        cache_bytes=DTYPE_BYTES.get(_cache_dtype(settings, shape), 1),
+        block_bytes=settings.block_bytes(shape),
     )
     seconds = making.seconds(drawing_rate(settings.device))
     making.check(seconds, budget_s)
@@ -233,12 +234,17 @@ def _dtype(settings: MeasureSettings, shape: ModelShape) -> str:
     return dtype_name(shape.dtype if settings.dtype == "auto" else settings.dtype)
 
 
+def _cache_dtype(settings: MeasureSettings, shape: ModelShape) -> str:
+    """By its canonical name, or that of the weights."""
+    if settings.kv_cache_dtype == "auto":
+        return _dtype(settings, shape)
+    return kv_cache_dtype_name(settings.kv_cache_dtype)
+
+
 def _settings(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
-    dtype = _dtype(settings, shape)
-    cache = dtype if settings.kv_cache_dtype == "auto" else kv_cache_dtype_name(settings.kv_cache_dtype)
     return {
-        "dtype": dtype,
-        "kv_cache_dtype": cache,
+        "dtype": _dtype(settings, shape),
+        "kv_cache_dtype": _cache_dtype(settings, shape),
         "seed": settings.seed,
         "clock": settings.clock,
         "tensor_parallel_size": 1,

@@ -8,6 +8,7 @@ costs in a run.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +147,7 @@ class StepRig:
                 )
             )
         self._announce(scheduled, specs)
-        moves, releases = self._moves(point, ids)
+        moves = self._moves(point, ids)
         plan = self._plan(point.shape, scheduled, **moves)
         graphs = self.executor.forward.graphs
         if point.eager:
@@ -156,12 +157,12 @@ class StepRig:
         finally:
             self.executor.forward.graphs = graphs
         if result.oom is not None:
-            self._give_back(scheduled, releases)
+            self._give_back(scheduled)
             raise StepTooLargeError(
                 f"step {point.point} ({point.kind}, {point.shape.num_tokens} tokens) ran out of memory: "
                 f"{result.oom.requested_bytes:,} bytes for {result.oom.op}, {result.oom.free_bytes:,} were free"
             )
-        self.executor.close([*((share.request_id, share.block_table) for share in scheduled), *releases])
+        self.executor.close([(share.request_id, share.block_table) for share in scheduled])
         assert self._reading is not None
         return Timed(
             duration_us=to_s(result.durations.total_fs) * 1e6,
@@ -171,11 +172,11 @@ class StepRig:
             served_by=self._reading.served_by,
         )
 
-    def _give_back(self, scheduled: list[ScheduledRequest], releases: list[tuple[str, tuple[int, ...]]]) -> None:
+    def _give_back(self, scheduled: list[ScheduledRequest]) -> None:
         """After a step that was taken back: its sequences hold the blocks of their contexts, and what was moved is where it was put."""
         size = self.limits.block_size
         held = [(share.request_id, share.block_table[: blocks_for(share.context_tokens, size)]) for share in scheduled]
-        self.executor.close([*((name, blocks) for name, blocks in held if blocks), *releases])
+        self.executor.close([(name, blocks) for name, blocks in held if blocks])
         if self.executor.pool.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -206,12 +207,12 @@ class StepRig:
                     )
                 )
 
-    def _moves(self, point: DesignPoint, ids: Any) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...]]]]:
-        """The copies and swaps of a step, and what is to be released after it. What is swapped in was swapped out before."""
+    def _moves(self, point: DesignPoint, ids: Iterator[int]) -> dict[str, Any]:
+        """The copies and swaps of a step, as a plan has them. What is swapped in was swapped out before."""
         copies = tuple((next(ids), next(ids)) for _ in range(point.copied_blocks))
         half = point.swapped_blocks // 2
         if not half:
-            return {"copies": copies}, []
+            return {"copies": copies}
         leaver, comer = f"out{self._step}", f"in{self._step}"
         out, back, again = (tuple(next(ids) for _ in range(half)) for _ in range(3))
         for name, table in ((leaver, out), (comer, back)):
@@ -232,13 +233,12 @@ class StepRig:
             releases=((comer, back),),
         )
         self.executor.moves.begin(away)
-        moves = {
+        return {
             "copies": copies,
             "swap_outs": ((leaver, tuple((block, half + place) for place, block in enumerate(out, 1))),),
             "releases": ((leaver, out),),
             "swap_ins": ((comer, tuple(enumerate(again, 1))),),
         }
-        return moves, []
 
     def _plan(self, shape: BatchShape, scheduled: list[ScheduledRequest], **moves: Any) -> StepPlan:
         requests = tuple(scheduled)

@@ -27,7 +27,7 @@ COLUMNS: dict[str, str] = {
     "session": "number of the session (a run that was stopped and gone on with has several), from 0",
     "pass": "number of the pass over the design, from 0; -1 for the reference step between",
     "point": "number of the designed step; repeats have the same; 0 is the reference step",
-    "group": "reference, corner, space (space filling) or moves (block copies and swaps)",
+    "group": "reference, corner, space (space filling), moves (block copies and swaps), or eager (a corner without its graph)",
     "elapsed_s": "seconds spent on this run, all sessions together, when the step ended",
     "duration_us": "duration of the step in microseconds: by CUDA events on a GPU, elsewhere by the clock that `settings` name",
     "prefill": "prompt chunks as tokens@context: tokens computed now @ tokens cached before; separated by spaces",

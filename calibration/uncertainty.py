@@ -20,7 +20,6 @@ from dataclasses import replace
 import numpy as np
 
 from sim.costs.overlap import OverlappedHost, overlapped
-from sim.costs.piecewise import Grid, Line
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import tables_of
 from sim.costs.protocol import CostModel
@@ -56,8 +55,9 @@ def drawn(cost: FittedProfile, number: int) -> FittedProfile:
     host = (terms.step_s, terms.seq_s, terms.token_s)
     if terms.host_samples:
         host = terms.host_samples[_index("host", number, len(terms.host_samples))]
-    scaled = _scaled(terms, whole)
-    changed = replace(scaled, gap_s=terms.gap_s * gap, step_s=host[0], seq_s=host[1], token_s=host[2])
+    changed = replace(
+        terms.device_scaled(whole), gap_s=terms.gap_s * gap, step_s=host[0], seq_s=host[1], token_s=host[2]
+    )
     return FittedProfile(changed, name=cost.name)
 
 
@@ -137,11 +137,11 @@ def _terms(terms: StepTerms, number: int) -> StepTerms:
     factor = {name: found[_choice(number, len(found))] for name, found in terms.samples.items()}
     return replace(
         terms,
-        dense=_line(terms.dense, factor.get("dense", 1.0)),
-        rows=_line(terms.rows, factor.get("rows", 1.0)),
-        prefill=_grid(terms.prefill, factor.get("prefill", 1.0)),
-        decode=_grid(terms.decode, factor.get("decode", 1.0)),
-        mixed=_grid(terms.mixed, factor.get("mixed", 1.0)),
+        dense=terms.dense.scaled(factor.get("dense", 1.0)),
+        rows=terms.rows.scaled(factor.get("rows", 1.0)),
+        prefill=terms.prefill.scaled(factor.get("prefill", 1.0)),
+        decode=terms.decode.scaled(factor.get("decode", 1.0)),
+        mixed=terms.mixed.scaled(factor.get("mixed", 1.0)),
         chunk_launch_s=terms.chunk_launch_s * factor.get("prefill", 1.0),
         mixed_tile_s=terms.mixed_tile_s * factor.get("mixed", 1.0),
     )
@@ -150,30 +150,6 @@ def _terms(terms: StepTerms, number: int) -> StepTerms:
 def _choice(number: int, count: int) -> int:
     """Which of `count` draws: each once, and then again in another order with the other sources."""
     return number if number < count else _index("terms", number, count)
-
-
-def _scaled(terms: StepTerms, factor: float) -> StepTerms:
-    """All that the device does in a step, times one factor; host times, gaps and moves stay."""
-    return replace(
-        terms,
-        dense=_line(terms.dense, factor),
-        rows=_line(terms.rows, factor),
-        prefill=_grid(terms.prefill, factor),
-        decode=_grid(terms.decode, factor),
-        mixed=_grid(terms.mixed, factor),
-        all_reduce=None if terms.all_reduce is None else _line(terms.all_reduce, factor),
-        chunk_launch_s=terms.chunk_launch_s * factor,
-        mixed_tile_s=terms.mixed_tile_s * factor,
-        excess_token_s=terms.excess_token_s * factor,
-    )
-
-
-def _line(table: Line, factor: float) -> Line:
-    return Line(table.x, tuple(value * factor for value in table.y))
-
-
-def _grid(table: Grid, factor: float) -> Grid:
-    return Grid(table.x, table.y, tuple(tuple(value * factor for value in row) for row in table.z))
 
 
 def _stream(source: str, number: int) -> np.random.Generator:

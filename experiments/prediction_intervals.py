@@ -59,7 +59,7 @@ def prediction_intervals(scenario: Scenario, costs: Sequence[CostModel]) -> dict
 
 
 def interval_lines(intervals: dict[str, Any]) -> list[str]:
-    """The intervals of means and medians in words."""
+    """The intervals of means and 99th percentiles in words."""
     shown = [
         f"{name} {statistic} [{low:.4g}, {high:.4g}]"
         for name in TIMES

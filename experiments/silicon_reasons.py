@@ -11,7 +11,6 @@ from typing import Any
 
 from sim.core.clock import to_s
 from sim.core.plan import BatchShape
-from sim.costs.piecewise import Line
 from sim.costs.profile import FittedProfile
 from sim.costs.protocol import CostModel
 
@@ -46,8 +45,8 @@ def _readings(row: Any, cost: FittedProfile, tpot: Tpot) -> Iterator[tuple[str, 
     if row.how == "burst":
         yield "every prompt was computed before the first decode", _decodes_s(cost, clients, int(row.isl), int(row.osl))
     if terms.all_reduce is not None:
-        yield "collectives took half the time", tpot(_with(cost, all_reduce=_scaled(terms.all_reduce, 0.5)), clients)
-    yield f"matrices took {FASTER} of the time", tpot(_with(cost, dense=_scaled(terms.dense, FASTER)), clients)
+        yield "collectives took half the time", tpot(_with(cost, all_reduce=terms.all_reduce.scaled(0.5)), clients)
+    yield f"matrices took {FASTER} of the time", tpot(_with(cost, dense=terms.dense.scaled(FASTER)), clients)
     yield f"the host took {HOST_SEQ_S * 1e6:.0f} us a sequence", tpot(_with(cost, seq_s=HOST_SEQ_S), clients)
 
 
@@ -60,7 +59,3 @@ def _decodes_s(cost: CostModel, clients: int, prompt: int, output: int) -> float
 
 def _with(cost: FittedProfile, **changed: Any) -> FittedProfile:
     return FittedProfile(replace(cost.terms, **changed), name=cost.name)
-
-
-def _scaled(table: Line, factor: float) -> Line:
-    return Line(table.x, tuple(value * factor for value in table.y))

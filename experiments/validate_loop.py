@@ -20,8 +20,6 @@ INJECTED = {"base_s": 4e-3, "per_token_s": 30e-6, "per_context_token_s": 0.08e-6
 """Costs about those of an 8B model on one large GPU."""
 NOISE = 0.02
 """Standard deviation of the logarithm of a step's noise: that of five repeats in Splitwise's tables is 0.4 to 2 %."""
-
-
 COVERAGE_SETS = 150
 """Synthetic data sets over which the intervals' coverage is counted."""
 

@@ -26,6 +26,7 @@ from sim.catalog.host import HOST
 from sim.catalog.models import model_shape
 from sim.core.plan import BatchShape, Durations, StepPlan, StepResult
 from sim.costs.fitted import FOLDER, fitted_cost
+from sim.costs.profile import FittedProfile
 from sim.world.executors import ModelExecutor
 
 pytest.importorskip("torch", reason="a real run needs torch")
@@ -90,7 +91,9 @@ def test_prices_at_the_speed_of_the_device_undo_a_drift_that_is_known(tmp_path: 
         prefill=((100, 30),), decode_seqs=4, decode_context_tokens=400, decode_max_context_tokens=250, sampled_seqs=5,
         copied_blocks=2, swapped_blocks=3,
     )  # fmt: skip
-    assert at_speed(cost, 2.0).step_fs(shape) == pytest.approx(2 * cost.step_fs(shape), rel=1e-9)
+    for host in ({}, {"step_s": 1e-3, "seq_s": 2e-5, "token_s": 3e-6, "gap_s": 4e-4}):
+        prices = FittedProfile(dataclasses.replace(cost.terms, **host), name=cost.name)
+        assert at_speed(prices, 2.0).step_fs(shape) == pytest.approx(2 * prices.step_fs(shape), rel=1e-9)
 
 
 def test_what_is_judged_of_a_run_of_our_own(exact: Path) -> None:

@@ -13,7 +13,7 @@ from sim.catalog.gpus import Gpu
 from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
 
-from .compose_attention import layer_attention, skew, times
+from .compose_attention import layer_attention, skew
 from .layer_matrices import layers_s
 from .piecewise import Line, locate
 from .profile_file import ProfileFile, grid, host_samples, samples, spreads
@@ -78,9 +78,9 @@ def composed_terms(
             ),
         ),
         all_reduce=_all_reduce(profile, model, tp),
-        prefill=times(attention.prefill, layers),
-        decode=times(attention.decode, layers),
-        mixed=times(attention.mixed, layers),
+        prefill=attention.prefill.scaled(layers),
+        decode=attention.decode.scaled(layers),
+        mixed=attention.mixed.scaled(layers),
         mixed_tile_s=layers * attention.tile_s,
         mixed_ratio=attention.ratio,
         wave_tiles=attention.wave_tiles,

@@ -55,14 +55,14 @@ def layer_attention(
     entry = min(of_dtype, key=lambda one: (abs(one["kv_heads"] - kv_heads), abs(one["heads"] - heads)))
     decode = grid(entry["decode"], "seqs", "context")
     mixed = (
-        grid(entry["mixed"], "seqs", "context") if "mixed" in entry else times(decode, float(kernels["mixed_factor"]))
+        grid(entry["mixed"], "seqs", "context") if "mixed" in entry else decode.scaled(float(kernels["mixed_factor"]))
     )
     if (entry["heads"], entry["kv_heads"]) != (heads, kv_heads):
         notes.append(
             f"attention with {heads} query and {kv_heads} KV heads a rank was not timed: taken from {entry['heads']} and "
             f"{entry['kv_heads']}, in proportion"
         )
-        decode, mixed = (times(table, kv_heads / entry["kv_heads"]) for table in (decode, mixed))
+        decode, mixed = (table.scaled(kv_heads / entry["kv_heads"]) for table in (decode, mixed))
     wave_tiles = device.sm_count / heads if kernels.get("stairs") else 0.0
     if kind.window is not None:
         notes.append("sliding-window layers are priced as if they read every token, too dear for long contexts")
@@ -103,7 +103,7 @@ def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu, *, stairs: bool)
     """
     table = entry["prefill"]
     if "context" in table:
-        return times(grid(table, "chunk", "context"), heads / entry["heads"])
+        return grid(table, "chunk", "context").scaled(heads / entry["heads"])
     chunks, alone = list(table["chunk"]), [float(us) * _US * heads / entry["heads"] for us in table["us"]]
     pair_s = (alone[-1] - alone[0]) / (chunks[-1] * (chunks[-1] + 1) / 2)
     rows = []
@@ -119,8 +119,3 @@ def _launch_s(prefill: Grid, narrow_up_to: int) -> float:
     call with others run with that.
     """
     return min(row[0] for chunk, row in zip(prefill.x, prefill.z, strict=True) if chunk > narrow_up_to)
-
-
-def times(table: Grid, factor: float) -> Grid:
-    """The table with every value so many times as large."""
-    return Grid(table.x, table.y, tuple(tuple(value * factor for value in row) for row in table.z))

@@ -38,6 +38,10 @@ class Line:
         """Value at `x`; never below 0."""
         return along(self.x, self.y, x)
 
+    def scaled(self, factor: float) -> Line:
+        """The same with every value times `factor`."""
+        return Line(self.x, tuple(value * factor for value in self.y))
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -71,6 +75,10 @@ class Grid:
             return self.z[0]
         i, share = locate(self.x, x)
         return tuple(max(0.0, low + share * (high - low)) for low, high in zip(self.z[i], self.z[i + 1], strict=True))
+
+    def scaled(self, factor: float) -> Grid:
+        """The same with every value times `factor`."""
+        return Grid(self.x, self.y, tuple(tuple(value * factor for value in row) for row in self.z))
 
 
 @dataclass(frozen=True, slots=True)

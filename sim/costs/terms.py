@@ -12,7 +12,7 @@ for any model) is not known here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .piecewise import Field, Grid, Line
@@ -96,3 +96,18 @@ class StepTerms:
     """Most decodes."""
     max_context_tokens: int
     """Longest mean KV length."""
+
+    def device_scaled(self, factor: float) -> StepTerms:
+        """The same with all that the device's kernels take times `factor`; host times, gaps, moves and shares (skew, overlap) stay."""
+        return replace(
+            self,
+            dense=self.dense.scaled(factor),
+            rows=self.rows.scaled(factor),
+            all_reduce=None if self.all_reduce is None else self.all_reduce.scaled(factor),
+            prefill=self.prefill.scaled(factor),
+            decode=self.decode.scaled(factor),
+            mixed=self.mixed.scaled(factor),
+            mixed_tile_s=self.mixed_tile_s * factor,
+            chunk_launch_s=self.chunk_launch_s * factor,
+            excess_token_s=self.excess_token_s * factor,
+        )
