@@ -12,8 +12,8 @@ import numpy as np
 from sim.costs.profile_check import SCHEMA, SCHEMA_VERSION
 from sim.costs.profile_file import read_profile
 
-from .split import interval
-from .tent import Array, mixture, never_falling
+from .numerics.split import interval
+from .numerics.tent import Array, mixture, never_falling
 
 PADDED_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts for which vLLM V1 captures CUDA graphs by default. **Source:** vLLM 0.19 `compilation_config`, as printed by a run."""

@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from .tent import Array
+from .numerics.tent import Array
 
 WIDTH, HEIGHT, EDGE = 420, 300, 56
 MOST_POINTS = 1000

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CalibrationError
-from .fit_gpu import fit_gpu_profile
-from .fit_model import fit_model_profile
-from .fit_run import fit_run_profile
+from .kernels.fit_gpu import fit_gpu_profile
+from .kernels.fit_model import fit_model_profile
+from .measuring.step_log import is_step_run, read_run
 from .readers import aiconfigurator, distserve, llmservingsim, splitwise
-from .step_log import is_step_run, read_run
 from .text_files import begins_with
-from .whole_steps import fit_whole_steps
+from .timed_steps.fit_run import fit_run_profile
+from .timed_steps.whole_steps import fit_whole_steps
 
 KNOWN = (
     "runs of `kvtwin calibrate measure` (a folder with run.json), LLMServingSim kernel profiles (a folder with meta.yaml, tpN/*.csv), "

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .errors import CalibrationError
-from .tent import Array
+from .numerics.tent import Array
 
 
 def read_text(path: Path) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from calibration.document import write
-from calibration.fit_card import fit_card_profile
-from calibration.fit_gpu import fit_gpu_profile
-from calibration.fit_model import fit_model_profile, skew_table
+from calibration.kernels.fit_card import fit_card_profile
+from calibration.kernels.fit_gpu import fit_gpu_profile
+from calibration.kernels.fit_model import fit_model_profile, skew_table
 from calibration.readers import aiconfigurator, llmservingsim
 from sim.costs.fitted import FOLDER
 

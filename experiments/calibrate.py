@@ -116,8 +116,8 @@ def fit_command(
 ) -> int:
     """Fit a cost profile: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
     from calibration.document import write
-    from calibration.fit_requests import FIRST, fit_requests
-    from calibration.runs import read_run
+    from calibration.recorded.fit_requests import FIRST, fit_requests
+    from calibration.recorded.runs import read_run
     from calibration.sources import fit_source, is_run
 
     from .fit_report import page_of
@@ -213,12 +213,12 @@ def judge_command(
 ) -> int:
     """Simulate a recorded run's requests and compare: exit code 0 when the twin is equivalent within the margins, 1 when not."""
     from calibration.errors import CalibrationError
-    from calibration.judge import Margins, judge
-    from calibration.judge_page import page
-    from calibration.runs import read_run
-    from calibration.trajectories import EQUIVALENT
-    from calibration.twin import simulate_requests
-    from calibration.uncertainty import check_draws, draws, with_intervals
+    from calibration.judging.judge import Margins, judge
+    from calibration.judging.page import page
+    from calibration.judging.trajectories import EQUIVALENT
+    from calibration.judging.uncertainty import check_draws, draws, with_intervals
+    from calibration.recorded.runs import read_run
+    from calibration.recorded.twin import simulate_requests
     from sim.resolve import resolve
     from sim.simulation import cost_model
 

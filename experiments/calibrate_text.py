@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from .terminal import say
 
 if TYPE_CHECKING:
-    from calibration.judge import Judgement, Metric
-    from calibration.trajectories import Trajectory
+    from calibration.judging.judge import Judgement, Metric
+    from calibration.judging.trajectories import Trajectory
 
 
 def print_fit(profile: dict[str, Any], out: Path) -> None:

@@ -25,12 +25,12 @@ import numpy as np
 
 from calibration.document import write
 from calibration.errors import CalibrationError
-from calibration.fit_page import fit_page
-from calibration.fit_run import fit_run_profile
-from calibration.judge import Judgement, Margins
-from calibration.judge_page import page
-from calibration.measure import DEFAULT_MODEL, MeasureSettings, make_rig, measure
-from calibration.step_log import StepRun
+from calibration.judging.judge import Judgement, Margins
+from calibration.judging.page import page
+from calibration.measuring.measure import DEFAULT_MODEL, MeasureSettings, make_rig, measure
+from calibration.measuring.step_log import StepRun
+from calibration.timed_steps.fit_page import fit_page
+from calibration.timed_steps.fit_run import fit_run_profile
 from sim.core.config import ConfigError
 from sim.results.files import write_json, write_text
 from sim.scenario import ScenarioError

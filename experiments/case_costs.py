@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from calibration.host import Correction, corrected
+from calibration.recorded.host import Correction, corrected
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.costs import Roofline

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from calibration.runs import RecordedRun
+from calibration.recorded.runs import RecordedRun
 from sim.core.request import RequestSpec
 
 UNCACHED = slice(25, 195)

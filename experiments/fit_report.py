@@ -40,8 +40,8 @@ def page(profile: Mapping[str, Any]) -> str:
 
 def page_of(source: Path, profile: Mapping[str, Any]) -> str:
     """The page of a fit to `source`: timed steps are still there to be looked at one by one; of tables the profile keeps the errors."""
-    from calibration.fit_page import fit_page
-    from calibration.step_log import is_step_run, read_run
+    from calibration.measuring.step_log import is_step_run, read_run
+    from calibration.timed_steps.fit_page import fit_page
 
     return fit_page(read_run(source), dict(profile)) if is_step_run(source) else page(profile)
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from calibration.design import DesignPoint, Limits, design, pass_order
 from calibration.document import write
-from calibration.fit_run import fit_run_profile
-from calibration.measure_session import REFERENCE_EVERY
-from calibration.step_log import Step, StepRun
-from calibration.step_model import StepModel, dense_knots, names
-from calibration.step_tables import tables
-from calibration.twin import SimulatedRun, simulate_requests
-from calibration.uncertainty import SHARE, draws, interval
+from calibration.judging.uncertainty import SHARE, draws, interval
+from calibration.measuring.design import DesignPoint, Limits, design, pass_order
+from calibration.measuring.session import REFERENCE_EVERY
+from calibration.measuring.step_log import Step, StepRun
+from calibration.recorded.twin import SimulatedRun, simulate_requests
+from calibration.timed_steps.fit_run import fit_run_profile
+from calibration.timed_steps.model import StepModel, dense_knots, names
+from calibration.timed_steps.tables import tables
 from sim.catalog.host import HOST
 from sim.catalog.models import model_shape
 from sim.core.request import RequestSpec

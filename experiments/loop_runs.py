@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sim
-from calibration.design import design
-from calibration.judge import Judgement, Margins, judge
-from calibration.measure import MeasureSettings
-from calibration.measure_session import REFERENCE_EVERY
-from calibration.runs import read_run
-from calibration.speed import at_speed
-from calibration.twin import simulate_requests
+from calibration.judging.judge import Judgement, Margins, judge
+from calibration.judging.speed import at_speed
+from calibration.measuring.design import design
+from calibration.measuring.measure import MeasureSettings
+from calibration.measuring.session import REFERENCE_EVERY
+from calibration.recorded.runs import read_run
+from calibration.recorded.twin import simulate_requests
 from sim.core.plan import Executor, StepPlan, StepResult
 from sim.costs.profile import FittedProfile
 from sim.resolve import resolve
@@ -26,7 +26,7 @@ from sim.world.executors import Recording, RecordingExecutor, ReplayExecutor
 from .real_run import run_scenario
 
 if TYPE_CHECKING:
-    from calibration.rig import StepRig
+    from calibration.measuring.rig import StepRig
 
 HELD_OUT: dict[str, dict[str, Any]] = {
     "cpu": {

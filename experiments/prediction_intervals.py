@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.uncertainty import SHARE, check_draws, draws, interval, sources_of
+from calibration.judging.uncertainty import SHARE, check_draws, draws, interval, sources_of
 from sim.costs.protocol import CostModel
 from sim.resolve import resolve
 from sim.scenario import Scenario

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.host import Correction, CorrectionFit, corrected, fit_correction, text
-from calibration.runs import RecordedRun, read_run
-from calibration.tent import Array
-from calibration.twin import SimulatedRun, simulate_requests
+from calibration.numerics.tent import Array
+from calibration.recorded.host import Correction, CorrectionFit, corrected, fit_correction, text
+from calibration.recorded.runs import RecordedRun, read_run
+from calibration.recorded.twin import SimulatedRun, simulate_requests
 from sim.core.request import RequestSpec
 from sim.costs.profile import FittedProfile
 from sim.costs.protocol import CostModel

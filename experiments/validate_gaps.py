@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from calibration.document import HOST_STATED
-from calibration.runs import RecordedRun, read_run
-from calibration.twin import SimulatedRun, simulate_requests
+from calibration.recorded.runs import RecordedRun, read_run
+from calibration.recorded.twin import SimulatedRun, simulate_requests
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.costs.fitted import fitted_cost

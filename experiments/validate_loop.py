@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.steps import TERMS, LoggingExecutor, fit_steps
+from calibration.timed_steps.linear import TERMS, LoggingExecutor, fit_steps
 from sim.core.clock import to_s
 from sim.core.config import EngineConfig
 from sim.core.plan import BatchShape

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.host import corrected, fit_correction, text
-from calibration.judge import judge
+from calibration.judging.judge import judge
+from calibration.judging.uncertainty import draws, interval
+from calibration.numerics.tent import Array
 from calibration.readers.splitwise import noise_floor
-from calibration.runs import RecordedRun, read_run
-from calibration.tent import Array
-from calibration.twin import SimulatedRun, preempted, simulate_requests
-from calibration.uncertainty import draws, interval
+from calibration.recorded.host import corrected, fit_correction, text
+from calibration.recorded.runs import RecordedRun, read_run
+from calibration.recorded.twin import SimulatedRun, preempted, simulate_requests
 from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile

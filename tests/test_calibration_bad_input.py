@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from calibration.design import design
 from calibration.errors import CalibrationError
-from calibration.making import MOST_MAKING, SLOWNESS, Making
-from calibration.measure import MeasureSettings, first_pass, measure
-from calibration.step_log import read_run, write_run
+from calibration.measuring.design import design
+from calibration.measuring.making import MOST_MAKING, SLOWNESS, Making
+from calibration.measuring.measure import MeasureSettings, first_pass, measure
+from calibration.measuring.step_log import read_run, write_run
 from experiments.cli import main
 from experiments.interval_coverage import noisy_run
 from sim.catalog.models import model_shape
@@ -238,7 +238,7 @@ def test_a_bench_file_that_cannot_be_used_is_refused(
 
 
 def test_what_a_failed_request_got_is_not_looked_at(tmp_path: Path) -> None:
-    from calibration.runs import read_run as read_served
+    from calibration.recorded.runs import read_run as read_served
 
     path = tmp_path / "b.json"
     path.write_text(
@@ -287,8 +287,8 @@ def test_a_budget_that_making_would_eat_up_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
-    monkeypatch.setattr("calibration.measure.drawing_rate", lambda device: 1e5)
-    monkeypatch.setattr("calibration.measure.make_rig", lambda settings: pytest.fail("it was made"))
+    monkeypatch.setattr("calibration.measuring.measure.drawing_rate", lambda device: 1e5)
+    monkeypatch.setattr("calibration.measuring.measure.make_rig", lambda settings: pytest.fail("it was made"))
     out = tmp_path / "run"
     refused(["calibrate", "measure", "--budget", "10s", "--out", str(out)], [MODEL, "takes about", "--budget"], capsys)
     assert not out.exists()
@@ -298,13 +298,13 @@ def test_making_counts_as_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pytest.importorskip("torch", reason="measuring needs torch")
     import time
 
-    from calibration.measure import make_rig
+    from calibration.measuring.measure import make_rig
 
     def slowly(settings: MeasureSettings) -> object:
         time.sleep(1.5)
         return make_rig(settings)
 
-    monkeypatch.setattr("calibration.measure.make_rig", slowly)
+    monkeypatch.setattr("calibration.measuring.measure.make_rig", slowly)
     settings = MeasureSettings(model=MODEL, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64, clock="thread")
     run = measure(settings, 4.0, tmp_path / "run", command="test")
     assert run.steps[0].elapsed_s > 1.5
@@ -314,7 +314,7 @@ def test_a_first_pass_that_is_not_whole_is_said_with_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
-    monkeypatch.setattr("calibration.measure_session.MOST_OVERRUN", 0.3)
+    monkeypatch.setattr("calibration.measuring.session.MOST_OVERRUN", 0.3)
     limits = ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "64", "--clock", "thread"]
     out = tmp_path / "run"
     words = ["the first pass is not whole", "--budget", "are kept in"]

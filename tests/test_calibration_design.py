@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.design import DesignPoint, Limits, design, pass_order
 from calibration.errors import CalibrationError
-from calibration.fit_run import fit_run_profile
-from calibration.max_affine import fit_max_affine, predict_max_affine
-from calibration.quality import assess
-from calibration.run_points import points_of
-from calibration.step_log import Step, StepRun
-from calibration.step_model import TERMS, StepModel, dense_knots, fit_model, names, told_apart, weight_samples
+from calibration.measuring.design import DesignPoint, Limits, design, pass_order
+from calibration.measuring.quality import assess
+from calibration.measuring.step_log import Step, StepRun
+from calibration.numerics.max_affine import fit_max_affine, predict_max_affine
+from calibration.timed_steps.fit_run import fit_run_profile
+from calibration.timed_steps.model import TERMS, StepModel, dense_knots, fit_model, names, told_apart, weight_samples
+from calibration.timed_steps.points import points_of
 from sim.core.plan import BatchShape
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import ProfileFile, model_terms

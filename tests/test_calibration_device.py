@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from calibration.design import design
 from calibration.errors import CalibrationError, StepTooLargeError
-from calibration.fit_run import fit_run_profile
-from calibration.measure import MeasureSettings, first_pass, measure
-from calibration.quality import assess, clock_flags
-from calibration.run_points import eager_decode_us, points_of
-from calibration.step_log import StepRun, read_run
+from calibration.measuring.design import design
+from calibration.measuring.measure import MeasureSettings, first_pass, measure
+from calibration.measuring.quality import assess, clock_flags
+from calibration.measuring.step_log import StepRun, read_run
+from calibration.timed_steps.fit_run import fit_run_profile
+from calibration.timed_steps.points import eager_decode_us, points_of
 from experiments.interval_coverage import LIMITS, noisy_run
 from sim.catalog.host import HOST
 from sim.catalog.models import model_shape
@@ -28,7 +28,7 @@ SMALL = MeasureSettings(
 
 
 def rig_of(**settings: Any):
-    from calibration.rig import StepRig
+    from calibration.measuring.rig import StepRig
 
     shape = model_shape(SMALL.model)
     return StepRig(shape, SMALL.limits(shape), source=SMALL.model, clock="thread", **settings)

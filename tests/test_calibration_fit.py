@@ -8,19 +8,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from calibration.attention import fit_attention
-from calibration.attention_mixed import tiles, together
 from calibration.document import write
 from calibration.errors import CalibrationError
-from calibration.field import at, fit_field, unmeasured
-from calibration.fit_model import fit_model_profile
-from calibration.host import Correction, fit_correction
+from calibration.kernels.attention import fit_attention
+from calibration.kernels.attention_mixed import tiles, together
+from calibration.kernels.fit_model import fit_model_profile
+from calibration.numerics.field import at, fit_field, unmeasured
+from calibration.numerics.split import held_out_mask
+from calibration.numerics.tent import fit_line, never_falling, robust_nonnegative
 from calibration.readers.llmservingsim import read_profile
+from calibration.recorded.host import Correction, fit_correction
 from calibration.sources import fit_source
-from calibration.split import held_out_mask
-from calibration.steps import LEAST_STEPS, TERMS, fit_steps
 from calibration.tables import checked
-from calibration.tent import fit_line, never_falling, robust_nonnegative
+from calibration.timed_steps.linear import LEAST_STEPS, TERMS, fit_steps
 from experiments.validate_loop import INJECTED, NOISE, coverage, designed_steps, logged_steps
 from sim.catalog.gpus import GPUS
 from sim.catalog.models import model_shape
@@ -325,7 +325,7 @@ def test_every_embedded_profile_says_where_it_comes_from_and_how_good_it_is(name
 
 
 def test_kernel_terms_of_a_card_come_from_tables_of_that_card_alone(tmp_path: Path) -> None:
-    from calibration.fit_card import fit_card_profile
+    from calibration.kernels.fit_card import fit_card_profile
 
     one = read_profile(kernel_folder(tmp_path / "a"))
     other = read_profile(

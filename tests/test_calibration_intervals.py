@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from calibration.errors import CalibrationError
-from calibration.fit_run import fit_run_profile
-from calibration.host import Correction, fit_correction
-from calibration.speed import at_speed
-from calibration.uncertainty import LEAST_DRAWS, SHARE, drawn, draws, interval, sources_of
+from calibration.judging.speed import at_speed
+from calibration.judging.uncertainty import LEAST_DRAWS, SHARE, drawn, draws, interval, sources_of
+from calibration.recorded.host import Correction, fit_correction
+from calibration.timed_steps.fit_run import fit_run_profile
 from experiments.cli import main
 from experiments.interval_coverage import coverage, noisy_run, true_cost
 from sim.catalog.gpus import gpu

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 import sim
 from calibration.errors import CalibrationError
-from calibration.judge import Judgement, Margins, judge
-from calibration.judge_page import page
-from calibration.judge_preemptions import judge_preemptions, poisson_ratio
-from calibration.own_run import read_own_run
-from calibration.resampling import Pooled, block_resamples, interval
-from calibration.runs import RecordedRun
-from calibration.trajectories import CANNOT_TELL, DIFFERENT, EQUIVALENT, mean_ratio, ratio_verdict
-from calibration.twin import SimulatedRun, simulate_requests
+from calibration.judging.judge import Judgement, Margins, judge
+from calibration.judging.page import page
+from calibration.judging.preemptions import judge_preemptions, poisson_ratio
+from calibration.judging.trajectories import CANNOT_TELL, DIFFERENT, EQUIVALENT, mean_ratio, ratio_verdict
+from calibration.numerics.resampling import Pooled, block_resamples, interval
+from calibration.recorded.own_run import read_own_run
+from calibration.recorded.runs import RecordedRun
+from calibration.recorded.twin import SimulatedRun, simulate_requests
 from sim.core.request import RequestSpec
 
 SCENARIO = {

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from calibration.errors import CalibrationError
-from calibration.judge import Margins, judge
-from calibration.judge_page import page
-from calibration.measure import MeasureSettings
-from calibration.own_run import read_own_run
-from calibration.runs import read_run
-from calibration.speed import at_speed
-from calibration.trajectories import DIFFERENT, EQUIVALENT
-from calibration.twin import simulate_requests
+from calibration.judging.judge import Margins, judge
+from calibration.judging.page import page
+from calibration.judging.speed import at_speed
+from calibration.judging.trajectories import DIFFERENT, EQUIVALENT
+from calibration.measuring.measure import MeasureSettings
+from calibration.recorded.own_run import read_own_run
+from calibration.recorded.runs import read_run
+from calibration.recorded.twin import simulate_requests
 from experiments.calibration_loop import BARRED, LoopResult, Round, main, run_loop, verdict
 from experiments.cli import main as kvtwin
 from experiments.loop_runs import held_out_scenario, judge_folder, replay, run_for_real

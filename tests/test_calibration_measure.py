@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from calibration.errors import CalibrationError
-from calibration.fit_memory import predict_workspace
-from calibration.measure import MeasureSettings, make_rig, measure
-from calibration.quality import assess
-from calibration.step_log import COLUMNS, StepRun, read_run, write_run
+from calibration.measuring.measure import MeasureSettings, make_rig, measure
+from calibration.measuring.quality import assess
+from calibration.measuring.step_log import COLUMNS, StepRun, read_run, write_run
+from calibration.timed_steps.fit_memory import predict_workspace
 from experiments.calibrate_measure import seconds
 from experiments.cli import main
 from sim.catalog.models import model_shape
@@ -239,7 +239,7 @@ def test_measure_and_fit_as_a_user_types_them(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_workspace_of_a_step_is_predicted(measured: tuple[Path, StepRun]) -> None:
-    from calibration.fit_run import fit_run_profile
+    from calibration.timed_steps.fit_run import fit_run_profile
 
     _, run = measured
     memory = fit_run_profile(run, date="", command="")["memory"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from calibration.design import DesignPoint, Share
-from calibration.measure import MeasureSettings, make_rig
+from calibration.measuring.design import DesignPoint, Share
+from calibration.measuring.measure import MeasureSettings, make_rig
 from experiments.cli import main
 from sim.catalog.gpus import GIB
 from sim.catalog.models import model_shape
@@ -299,7 +299,7 @@ def test_explain_says_it_in_words_and_another_engine_is_not_mixed_up(
 
 def test_formats_are_kept_by_their_canonical_names(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
-    from calibration.measure import measure
+    from calibration.measuring.measure import measure
 
     settings = MeasureSettings(
         model=MODEL, dtype="float", kv_cache_dtype="fp32", max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from calibration.errors import CalibrationError
-from calibration.judge import Judgement, Margins, judge
-from calibration.judge_page import page
-from calibration.runs import read_run
-from calibration.trajectories import DIFFERENT, EQUIVALENT
-from calibration.twin import SimulatedRun, preempted, simulate_requests
+from calibration.judging.judge import Judgement, Margins, judge
+from calibration.judging.page import page
+from calibration.judging.trajectories import DIFFERENT, EQUIVALENT
+from calibration.recorded.runs import read_run
+from calibration.recorded.twin import SimulatedRun, preempted, simulate_requests
 from experiments.cli import main
 from experiments.exp0_sessions import with_sessions
 from experiments.profile_sources import (
@@ -238,7 +238,7 @@ def test_a_run_without_provenance_or_with_other_prefixes_is_refused(data_dir: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "ranks"), MODEL_PROFILES[:2])
 def test_the_embedded_model_profiles_are_what_the_tables_give(data_dir: Path, folder: str, ranks: int) -> None:
-    from calibration.fit_model import fit_model_profile
+    from calibration.kernels.fit_model import fit_model_profile
     from calibration.readers import llmservingsim
 
     source = llmservingsim.read_profile(data_dir / RUNS / "profiles" / folder, ranks)
@@ -251,7 +251,7 @@ def test_the_embedded_model_profiles_are_what_the_tables_give(data_dir: Path, fo
 @pytest.mark.slow
 def test_the_embedded_kernel_terms_are_what_the_tables_give(data_dir: Path) -> None:
     pytest.importorskip("pyarrow", reason="reading the Parquet tables needs pyarrow")
-    from calibration.fit_gpu import fit_gpu_profile
+    from calibration.kernels.fit_gpu import fit_gpu_profile
     from calibration.readers import aiconfigurator
 
     tables = aiconfigurator.read_tables(data_dir / KERNELS / GPU_TABLES[0])

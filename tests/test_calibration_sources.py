@@ -9,17 +9,17 @@ import pandas as pd
 import pytest
 
 import sim
-from calibration.bench_json import read_bench
 from calibration.document import write
 from calibration.errors import CalibrationError
-from calibration.fit_requests import fit_requests
+from calibration.judging.uncertainty import drawn, draws, with_intervals
+from calibration.kernels.skew import SkewTable, skew_terms
 from calibration.readers import distserve, splitwise
-from calibration.runs import read_run
-from calibration.skew import SkewTable, skew_terms
+from calibration.recorded.bench_json import read_bench
+from calibration.recorded.fit_requests import fit_requests
+from calibration.recorded.runs import read_run
+from calibration.recorded.twin import simulate_requests
 from calibration.sources import fit_source, is_run
-from calibration.twin import simulate_requests
-from calibration.uncertainty import drawn, draws, with_intervals
-from calibration.whole_steps import fit_whole_steps
+from calibration.timed_steps.whole_steps import fit_whole_steps
 from experiments.cli import main
 from experiments.exp0_sessions import with_sessions
 from experiments.fit_report import page
@@ -197,7 +197,7 @@ def test_an_interval_holds_its_share_and_few_draws_or_plain_prices_are_refused()
 # ── corrections from real runs ───────────────────────────────────────────────────────────────────────────────────────
 def served(folder: Path) -> tuple[Path, sim.Scenario]:
     """A run of a server whose steps take 2 ms more than its kernels: simulated, and written down as a real run is."""
-    from calibration.host import Correction, corrected
+    from calibration.recorded.host import Correction, corrected
 
     scenario = sim.Scenario.from_flags({"model": "llama-3.1-8b", "gpu": "h100", "profile": "auto", "max_num_seqs": 64})
     workload = scenario.with_(workload="uniform", rate=6.0, num_requests=80)
@@ -255,7 +255,7 @@ def test_a_run_with_too_few_requests_or_plain_prices_is_refused(tmp_path: Path) 
 
 
 def test_the_judgement_shows_the_interval_of_every_prediction(tmp_path: Path) -> None:
-    from calibration.judge import judge
+    from calibration.judging.judge import judge
 
     path, scenario = served(tmp_path)
     run = read_run(path)

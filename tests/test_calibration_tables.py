@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 
 from calibration.errors import CalibrationError
-from calibration.field import TIES, at, best_tie, fit_field
-from calibration.fit_gpu_attention import HEADS, fit_attention_tables
-from calibration.gemm_few import TOKENS_HERE, Timed, as_table, fit_few, judge_few
-from calibration.host import Correction, fit_correction
+from calibration.kernels.fit_gpu_attention import HEADS, fit_attention_tables
+from calibration.kernels.gemm_few import TOKENS_HERE, Timed, as_table, fit_few, judge_few
+from calibration.numerics.field import TIES, at, best_tie, fit_field
 from calibration.readers.aiconfigurator import KernelTables
+from calibration.recorded.host import Correction, fit_correction
 from experiments.silicon_reasons import explained
 from experiments.validate_gaps import STATED_US, with_gap
 from sim.catalog.gpus import GPUS

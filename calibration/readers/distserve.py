@@ -17,7 +17,7 @@ import numpy as np
 
 from calibration.errors import CalibrationError
 from calibration.text_files import begins_with, read_object
-from calibration.whole_steps import WholeSteps
+from calibration.timed_steps.whole_steps import WholeSteps
 
 LICENCE = "Apache-2.0"
 SOURCE = "DistServe (Zhong et al., OSDI'24) @82831f1"

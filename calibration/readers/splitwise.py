@@ -11,7 +11,7 @@ from pathlib import Path
 
 from calibration.errors import CalibrationError
 from calibration.tables import read_csv
-from calibration.whole_steps import WholeSteps
+from calibration.timed_steps.whole_steps import WholeSteps
 
 LICENCE = "MIT"
 SOURCE = "Splitwise (Patel et al., ISCA'24), splitwise-sim @8f99e7d"

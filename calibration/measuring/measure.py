@@ -1,0 +1,276 @@
+"""Measuring a device: designed steps, timed in random order for as long as the budget lasts, written down as they come.
+
+A pass times every designed step once; the first pass is the least that is needed, further ones are repeats. The reference
+step comes back every `REFERENCE_EVERY` steps. A run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibration.errors import CalibrationError
+from sim.catalog.dtypes import DTYPE_BYTES, dtype_name, kv_cache_dtype_name
+from sim.catalog.models import MODELS, model_shape
+from sim.catalog.shape import ModelShape
+from sim.core.need import blocks_for
+
+from .design import Limits, design
+from .making import Making, drawing_rate
+from .session import Session
+from .step_log import SCHEMA, SCHEMA_VERSION, StepRun, is_step_run, read_run, write_run
+
+if TYPE_CHECKING:
+    from .rig import StepRig
+
+LEAST_BUDGET_S = 2.0
+DEFAULT_MODEL = {"cpu": "tiny-llama-test", "cuda": "llama-3.2-1b"}
+"""What is measured when no model is named, by device."""
+LIMITS = {"cpu": (1024, 64, 2048), "cuda": (4096, 256, 8192)}
+"""Tokens a step, sequences a step and longest sequence that are timed when nothing else is said, by device."""
+POOL_BYTES = {"cpu": 1 << 30, "cuda": 16 << 30}
+"""Most bytes of KV pool that are taken for it."""
+HOST_BLOCKS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureSettings:
+    """What to measure."""
+
+    model: str
+    """A name of the catalogue, or the path of a `config.json`."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`."""
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    seed: int = 0
+    """Root of the design, its order, weights and contents."""
+    clock: str = "wall"
+    """What times a step on the CPU: `wall`, or `thread`, which stands still while other processes have the core."""
+
+    def limits(self, shape: ModelShape) -> Limits:
+        """The range of steps, and a pool with room for the widest of them, as far as the memory set aside for it goes."""
+        kind = "cuda" if self.device.startswith("cuda") else "cpu"
+        tokens, seqs, longest = LIMITS[kind]
+        tokens, seqs = self.max_num_batched_tokens or tokens, self.max_num_seqs or seqs
+        longest = min(self.max_model_len or longest, shape.max_position_embeddings)
+        wanted = seqs * blocks_for(longest, self.block_size) + 4 * HOST_BLOCKS
+        return Limits(
+            max_num_batched_tokens=tokens,
+            max_num_seqs=min(seqs, tokens),
+            max_model_len=longest,
+            block_size=self.block_size,
+            num_gpu_blocks=max(1, min(wanted, POOL_BYTES[kind] // self.block_bytes(shape))),
+            num_cpu_blocks=HOST_BLOCKS,
+        )
+
+    def block_bytes(self, shape: ModelShape) -> int:
+        """Bytes of one KV block, all layers together."""
+        return self.block_size * shape.kv_bytes_per_token(self.kv_cache_dtype, 1, dtype=_dtype(self, shape))
+
+
+def measure(
+    settings: MeasureSettings,
+    budget_s: float,
+    out: Path,
+    *,
+    command: str,
+    tell: Callable[[str], None] = lambda text: None,
+    rig: StepRig | None = None,
+) -> StepRun:
+    """Measure until `budget_s` seconds are spent on the run in `out`, those of earlier sessions and of making weights and pool included,
+    and the first pass is whole (or `MOST_OVERRUN` times the budget is spent); returns the run.
+
+    `tell` hears how far it is; `rig` is one that `make_rig` made of the same settings, whose making does not count.
+
+    Raises: CalibrationError for a budget that is too small, also for making what is measured, or a run in `out` that is of something
+    else; ConfigError for a model or device that cannot be run; OSError.
+    """
+    if budget_s < LEAST_BUDGET_S:
+        raise CalibrationError(f"the budget is {budget_s:g} s; at least {LEAST_BUDGET_S:g} s are needed for one pass")
+    shape = model_shape(settings.model)
+    before = read_run(out) if is_step_run(out) else None
+    if before is not None:
+        _check_same(before, settings, shape, out)
+        done, all_points = first_pass(before, settings)
+        if before.spent_s >= budget_s and done == all_points:
+            return before
+    from gpu.machine import machine_facts, now
+
+    started_s = time.perf_counter()
+    spent_s = before.spent_s if before is not None else 0.0
+    if rig is None:
+        seconds = _check_making(settings, shape, budget_s - spent_s)
+        tell(f"making the model, about {seconds:.0f} s of the budget of {budget_s:g} s")
+        rig = make_rig(settings)
+    limits, points = rig.limits, design(rig.limits, settings.seed, graphs=rig.has_graphs)
+    facts = {**machine_facts(settings.device), "date": now(), "command": command}
+    if before is not None:
+        _check_same_device(before, facts, out)
+    session = Session(rig, points, settings.seed, before, budget_s, started_s)
+    document = _document(settings, shape, limits, before, facts, rig.memory)
+
+    def save() -> None:
+        found = {
+            "skipped": [{"point": point, "why": why} for point, why in session.skipped.items()],
+            "clocks": session.clocks,
+        }
+        write_run(out, document | {name: rows for name, rows in found.items() if rows}, session.steps)
+
+    session.work(save, tell)
+    at_end = rig.non_torch_bytes()
+    if at_end is not None:
+        document["memory"] = {**document["memory"], "non_torch_bytes_at_end": at_end}
+        save()
+    return read_run(out)
+
+
+def make_rig(settings: MeasureSettings) -> StepRig:
+    """What runs the steps. Raises: ConfigError for a model or device that cannot be run; CalibrationError when it does not fit."""
+    from gpu.out_of_memory import OUT_OF_MEMORY
+
+    from .rig import StepRig
+
+    shape = model_shape(settings.model)
+    try:
+        return StepRig(
+            shape,
+            settings.limits(shape),
+            source=settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            seed=settings.seed,
+            clock=settings.clock,
+        )
+    except OUT_OF_MEMORY as error:
+        said = str(error).splitlines()[0]
+        raise CalibrationError(
+            f"{shape.name}, its KV pool and its workspace do not fit {settings.device}: {said} Take a smaller --model, or lower "
+            "--max-num-seqs, --max-model-len or --max-num-batched-tokens"
+        ) from None
+
+
+def _check_making(settings: MeasureSettings, shape: ModelShape, budget_s: float) -> float:
+    """Seconds that making weights and pool will take. Raises: CalibrationError where that leaves too little of the budget; ConfigError
+    for a model or device that cannot be run.
+    """
+    from gpu.decoder_config import DecoderConfig
+    from gpu.device import find_device
+
+    find_device(settings.device)
+    DecoderConfig.of(shape, settings.model)
+    making = Making.of(
+        shape,
+        settings.limits(shape),
+        drawn=settings.model in MODELS or not _has_weights(Path(settings.model)),
+        cache_bytes=DTYPE_BYTES.get(_cache_dtype(settings, shape), 1),
+        block_bytes=settings.block_bytes(shape),
+    )
+    seconds = making.seconds(drawing_rate(settings.device))
+    making.check(seconds, budget_s)
+    return seconds
+
+
+def _has_weights(path: Path) -> bool:
+    return any((path if path.is_dir() else path.parent).glob("*.safetensors"))
+
+
+def first_pass(run: StepRun, settings: MeasureSettings) -> tuple[int, int]:
+    """How many of the designed steps the first pass of a run has timed (or found too large), and how many there are."""
+    shape = model_shape(settings.model)
+    graphs = any(step.served_by.startswith("graph") for step in run.steps)
+    done = {step.point for step in run.steps if step.pass_ == 0} | {
+        one["point"] for one in run.document.get("skipped", ())
+    }
+    return len(done), len(design(settings.limits(shape), settings.seed, graphs=graphs)) - 1
+
+
+def _document(
+    settings: MeasureSettings,
+    shape: ModelShape,
+    limits: Limits,
+    before: StepRun | None,
+    facts: dict[str, Any],
+    memory: dict[str, Any],
+) -> dict[str, Any]:
+    sessions = [
+        *(before.document.get("sessions", ()) if before else ()),
+        {"date": facts["date"], "command": facts["command"]},
+    ]
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "provenance": before.document["provenance"] if before else facts,
+        "model": _model(settings, shape),
+        "settings": _settings(settings, shape),
+        "limits": limits.as_dict(),
+        "memory": before.document["memory"] if before else memory,
+        "sessions": sessions,
+    }
+
+
+def _model(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
+    """The model's name and sizes; of a configuration file the file's own name, not where it lies."""
+    known = settings.model in MODELS
+    return {
+        "name": shape.name,
+        "catalogue": known,
+        **{size: getattr(shape, size) for size in ("num_layers", "hidden_size", "intermediate_size", "vocab_size")},
+        "num_parameters": shape.num_parameters,
+        "attention": [asdict(kind) for kind in shape.attention],
+    }
+
+
+def _dtype(settings: MeasureSettings, shape: ModelShape) -> str:
+    """By its canonical name: a run that says bf16 is one of bfloat16."""
+    return dtype_name(shape.dtype if settings.dtype == "auto" else settings.dtype)
+
+
+def _cache_dtype(settings: MeasureSettings, shape: ModelShape) -> str:
+    """By its canonical name, or that of the weights."""
+    if settings.kv_cache_dtype == "auto":
+        return _dtype(settings, shape)
+    return kv_cache_dtype_name(settings.kv_cache_dtype)
+
+
+def _settings(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "dtype": _dtype(settings, shape),
+        "kv_cache_dtype": _cache_dtype(settings, shape),
+        "seed": settings.seed,
+        "clock": settings.clock,
+        "tensor_parallel_size": 1,
+    }
+
+
+def _check_same(before: StepRun, settings: MeasureSettings, shape: ModelShape, out: Path) -> None:
+    """Raise CalibrationError when the run in `out` is of another model, range or seed."""
+    now_ = {
+        "model": _model(settings, shape),
+        "settings": _settings(settings, shape),
+        "limits": settings.limits(shape).as_dict(),
+    }
+    for table, values in now_.items():
+        for key, value in values.items():
+            was = before.document[table].get(key)
+            if was != value:
+                raise CalibrationError(
+                    f"{out} holds a run with {table} {key} = {was}, this one has {value}; give another --out, or the same settings"
+                )
+
+
+def _check_same_device(before: StepRun, facts: dict[str, Any], out: Path) -> None:
+    for key in ("device", "device_name", "driver", "torch", "triton", "threads"):
+        was = before.document["provenance"].get(key)
+        if was != facts[key]:
+            raise CalibrationError(
+                f"{out} holds a run measured with {key} {was}, this one has {facts[key]}; give another --out: the two cannot be mixed"
+            )

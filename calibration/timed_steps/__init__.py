@@ -1,0 +1,1 @@
+"""From times of whole steps to a `model` profile: time, memory, errors, and what stayed unknown."""
