@@ -156,10 +156,7 @@ class EngineCore(EngineFacts):
         self.pool.tick(now_fs)
         self.wake(now_fs)
         completed = None if self._offload is None else self._offload.saves.take_completed()
-        if (climbed := self._pressure.climb(now_fs)) is not None:
-            moved, relief = climbed
-            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
-            self._note(relief, now_fs)
+        self._climb(now_fs)
         while True:
             draft = scheduler.draft(now_fs)
             self._note(draft, now_fs)
@@ -169,6 +166,8 @@ class EngineCore(EngineFacts):
                 if lag is not None and lag.busy:
                     after_pause = True
                     self._catch_up(now_fs)
+                    if scheduler.cpu_server is not None and scheduler.cpu_server.serving:
+                        self._climb(now_fs)  # whom the rung keeps on the CPU may come back to an idle device
                     continue
                 break
         saves: tuple[Save, ...] = ()
@@ -307,6 +306,14 @@ class EngineCore(EngineFacts):
         check_books(self._scheduler, self._draft, known)
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
+
+    def _climb(self, now_fs: int) -> None:
+        """Let the ladder react to what may be known."""
+        climbed = self._pressure.climb(now_fs)
+        if climbed is not None:
+            moved, relief = climbed
+            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
+            self._note(relief, now_fs)
 
     def _note(self, draft: Draft, now_fs: int) -> None:
         """Move the decisions of a draft to the log, and end what it found unservable."""
