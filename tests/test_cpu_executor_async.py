@@ -27,8 +27,8 @@ def room_taken(engine: LadderedEngine) -> int:
 
 @pytest.mark.parametrize(("ahead", "moved_in"), [(True, 5), (False, 4)])
 def test_the_slot_of_who_finished_on_the_cpu_is_free_for_the_plan_after_next(ahead, moved_in):
-    """ "first" has its tokens of 2.5 and 4 s on the CPU, and with them all. The step that ends at 4 s is under way then: the one from 4 s on
-    was planned before, and "second" is moved, into the one slot, with that from 5 s on. Without planning ahead, with that from 4 s on."""
+    """ "first" has its tokens of 2.5 and 4 s on the CPU, and with them all. The step that ends at 4 s is under way then, and the next is
+    planned: "second" is moved, into the one slot, with the one from 5 s on. Without planning ahead, with that from 4 s on."""
     engine = engine_with(1.5, slots=1, ahead=ahead)
     engine.add("high", 30, 20, priority=0)
     second, first = engine.add("second", 9, 12, priority=2), engine.add("first", 9, 3, priority=3)
@@ -42,7 +42,7 @@ def test_the_slot_of_who_finished_on_the_cpu_is_free_for_the_plan_after_next(ahe
 
 
 def test_a_client_that_leaves_the_cpu_has_the_tokens_until_then_and_its_room_comes_back_later():
-    """It leaves at 3.2 s with the tokens of 1 (the device's), 2 and 3 s. The step from 3 to 4 s is under way; its successor does not know."""
+    """It leaves at 3.2 s with the tokens of 1 (the device's), 2 and 3 s. The step from 3 to 4 s is under way, and the next planned."""
     engine = engine_with(1.0)
     engine.add("high", 30, 20, priority=0)
     gone = engine.add("gone", 9, 9, priority=3)
@@ -63,8 +63,8 @@ def test_a_client_that_leaves_the_cpu_has_the_tokens_until_then_and_its_room_com
 
 
 def test_one_that_the_model_has_just_ended_may_be_moved_in_vain():
-    """ "ends" stops by itself with its first token, at the end of step 0; what is planned meanwhile, the rung's move included, does not know
-    it. Nothing is produced for it, and its room on the CPU is free for the plan after that."""
+    """ "ends" stops by itself with its first token, at the end of step 0. What is planned meanwhile, the rung's move included, does not
+    know it. Nothing is produced for it, and its room on the CPU is free for the plan after that."""
     engine = engine_with(1.0)
     engine.add("high", 30, 20, priority=0)
     ends = engine.add("ends", 9, 1, priority=3, max_tokens=12)
@@ -86,8 +86,8 @@ def test_one_that_the_model_was_sure_to_end_is_not_moved():
 
 
 def test_whom_a_rung_keeps_on_the_cpu_comes_back_to_a_device_that_has_nothing_else_to_do():
-    """The rung goes on at 1 s and holds 3.5 s. "high" ends in the step to 5 s, and nothing can be planned ahead of it: as of 4 s the rung would
-    hold, but the engine waits, looks again at 5 s, and "low" comes back."""
+    """The rung goes on at 1 s and holds 3.5 s. "high" ends in the step to 5 s, and nothing can be planned ahead of it: as of 4 s the
+    rung would hold, but the engine waits, looks again at 5 s, and "low" comes back."""
     rung = Rung(action="run_on_cpu", on=0.5, off=0.3, hold_s=3.5, value=0.45)
     engine = engine_with(2.0, rung)
     high = engine.add("high", 30, 5, priority=0, max_tokens=5)
