@@ -8,7 +8,7 @@ cursor walks the free queue (engine-policies §1.1.8).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from .blocks import BlockPool
@@ -124,8 +124,8 @@ class Saves:
         """
         pool, window = self._pool, self._next_step
         ahead = pool.peek(min(window + LOOK_AHEAD_BLOCKS, pool.num_free))
-        first = next(self._unsaved(ahead), None)
-        self._clean_until = pool.num_taken + (len(ahead) if first is None else ahead.index(first[0])) - window
+        unsaved = self._unsaved(ahead[:window]) or self._unsaved(ahead[window:])
+        self._clean_until = pool.num_taken + (ahead.index(unsaved[0][0]) if unsaved else len(ahead)) - window
 
     def _next_evicted(self) -> list[tuple[int, int]]:
         """Blocks not saved yet among those that are to be reused next; several steps' worth at once, when one of the next step's is not."""
@@ -137,23 +137,23 @@ class Saves:
             if pool.num_taken <= self._clean_until:
                 return []
             reach = min(STEPS_AT_ONCE * self._window, reach)
-        return list(self._unsaved(pool.peek(reach)))
+        return self._unsaved(pool.peek(reach))
 
     @property
     def _next_step(self) -> int:
         """Leading blocks in the order of eviction that write-back keeps saved, besides those that are being saved now."""
         return max(self._window - self._pool.num_set_aside, 0)
 
-    def _unsaved(self, block_ids: Iterable[int]) -> Iterator[tuple[int, int]]:
+    def _unsaved(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Those blocks, with their content, that have some that was not saved since it was last used: a tier that is too small would
         otherwise save the same blocks in turn for ever.
         """
         key_of, saved, tried = self._pool.index.keys_by_block.get, self._tier.keys, self._tried.get
-        return (
+        return [
             (block_id, key)
-            for block_id in block_ids
-            if (key := key_of(block_id)) is not None and key not in saved and tried(block_id) != key
-        )
+            for block_id, key in zip(block_ids, map(key_of, block_ids), strict=True)
+            if key is not None and key not in saved and tried(block_id) != key
+        ]
 
 
 class _Due:
