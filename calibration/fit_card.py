@@ -1,6 +1,6 @@
 """A `gpu` profile of a card whose kernels were timed inside a few models: terms from which other dense models are put together.
 
-Only the matrices of those models were timed, so a GEMM is `start + rate * (width x depth)`, fitted for each token count. That
+Only the matrices of those models were timed, so a GEMM is a start, its activations' traffic, and a rate for each token count. That
 is coarser than a table over shapes; the error on matrices left out says by how much.
 """
 
@@ -13,25 +13,21 @@ import numpy as np
 
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
-from sim.costs.layer_matrices import matrices
 
 from .attention import fit_attention, judge_attention
 from .document import HOST_STATED, PADDED_SIZES, document, uncertainty
 from .errors import CalibrationError
 from .fit_model import attention_json, catalogue_name, skew_table, stated_all_reduce_us
 from .gemm import WIDTHS
+from .gemm_few import TOKENS_HERE, as_table, fit_few, judge_few, timed_matrices
 from .readers.aiconfigurator import HEAD_DIM
 from .readers.llmservingsim import LICENCE, SOURCE, KernelProfile
 from .skew import skew_terms
-from .split import judged as judged_term
-from .tent import Array, robust_nonnegative
+from .tent import Array
 
-MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 SHORT = ("layernorm", "rotary_emb", "act_fn")
 MESSAGES = (1 << 12, 1 << 20, 1 << 26)
 """Sizes at which a stated collective is written down, in bytes."""
-LEAST_SHAPES = 4
-MATRICES_OF_A_LAYER = len(MATRICES)
 
 
 def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: str) -> dict[str, Any]:
@@ -45,8 +41,8 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             f"the tables are of {len(names)} cards ({', '.join(sorted(names))}); a GPU's terms are of one"
         )
     device = gpu(catalogue_name(names.pop()))
-    shapes, times = _timed_matrices(sources)
-    fitted, gemm_error = _gemm(shapes, times)
+    timed = timed_matrices(sources)
+    fitted, gemm_error = fit_few(timed), judge_few(timed)
     calls = [
         (
             source.attention[["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"]].to_numpy(float),
@@ -70,7 +66,7 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
         gpu=device.name,
         kernels={
             "gemm": {
-                "bfloat16": {"tokens": list(TOKENS_HERE), "n": list(WIDTHS), "k": list(WIDTHS), "us": _table(fitted)}
+                "bfloat16": {"tokens": list(TOKENS_HERE), "n": list(WIDTHS), "k": list(WIDTHS), "us": as_table(fitted)}
             },
             "attention": [_entry(source, call, wave) for source, call, wave in zip(sources, calls, waves, strict=True)],
             "stairs": True,
@@ -106,7 +102,8 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
         },
         **known,
         identifiability=[
-            f"matrices of {len(shapes)} shapes were timed: others are priced by their size alone, whatever their proportions",
+            f"matrices of {timed.width.size} shapes were timed: others are priced by their size and their activations, however well their "
+            "tiles fill the GPU",
             f"no collective was timed: over {', '.join(map(str, several))} ranks it is a stated constant (16 GB/s and 20 us over PCIe)"
             if several
             else "no collective was timed: tensor parallelism is refused",
@@ -121,52 +118,6 @@ def fit_card_profile(sources: Sequence[KernelProfile], *, date: str, command: st
             "command": command,
         },
     )
-
-
-TOKENS_HERE = (
-    *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 384, 512, 513, 768, 769),
-    *(1024, 1025, 1536, 1537, 2048),
-)
-"""Token counts that LLMServingSim's tables reach."""
-
-
-def _timed_matrices(sources: Sequence[KernelProfile]) -> tuple[Array, dict[int, Array]]:
-    """Sizes `[shapes]` (width x depth) and, by token count, their times `[shapes]`, in microseconds, between the timed counts."""
-    sizes: list[int] = []
-    columns: list[list[float]] = []
-    for source in sources:
-        shapes = matrices(model_shape(source.meta["model"]), source.tensor_parallel_size)
-        by_op = {name: part.sort_values("tokens") for name, part in source.dense.groupby("layer")}
-        for op, (width, depth) in zip(MATRICES, shapes, strict=True):
-            if op in by_op:
-                sizes.append(width * depth)
-                columns.append(np.interp(TOKENS_HERE, by_op[op]["tokens"], by_op[op]["time_us"]).tolist())
-    if len(sizes) < LEAST_SHAPES:
-        raise CalibrationError(
-            f"{len(sizes)} timed matrices cannot tell start and rate apart; at least {LEAST_SHAPES} are needed"
-        )
-    table = np.asarray(columns)
-    return np.asarray(sizes, dtype=np.float64), {count: table[:, i] for i, count in enumerate(TOKENS_HERE)}
-
-
-def _gemm(sizes: Array, times: dict[int, Array]) -> tuple[Array, dict[str, Any]]:
-    """Start and rate by token count `[tokens, 2]`, and the error on each matrix when it is left out."""
-    design = np.stack([np.ones(sizes.size), sizes], axis=1)
-    fitted = np.stack([robust_nonnegative(design, times[count]).values for count in TOKENS_HERE])
-    predicted, measured = [], []
-    for count in TOKENS_HERE:
-        for out in range(sizes.size):
-            kept = np.arange(sizes.size) != out
-            values = robust_nonnegative(design[kept], times[count][kept]).values
-            predicted.append(float(design[out] @ values))
-            measured.append(float(times[count][out]))
-    return fitted, judged_term(np.asarray(predicted), np.asarray(measured), MATRICES_OF_A_LAYER)
-
-
-def _table(fitted: Array) -> list[list[list[float]]]:
-    widths = np.asarray(WIDTHS, dtype=np.float64)
-    levels = fitted[:, 0, None, None] + fitted[:, 1, None, None] * widths[None, :, None] * widths[None, None, :]
-    return [[[float(f"{value:.4g}") for value in row] for row in level] for level in levels.tolist()]
 
 
 def _entry(source: KernelProfile, calls: tuple[Array, Array], wave_tiles: float) -> dict[str, Any]:

@@ -5,47 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sim.catalog.gpus import gpu
 
-from .attention import TOGETHER, decode_features
 from .document import HOST_STATED, PADDED_SIZES, document, pooled, uncertainty
-from .errors import CalibrationError
-from .field import at, fit_field
+from .fit_gpu_attention import KV, SEQS, fit_attention_tables
 from .fit_model import stated_all_reduce_us
 from .gemm import MAX_TOKENS, fit_gemm
 from .readers.aiconfigurator import HEAD_DIM, LICENCE, SOURCE, KernelTables
-from .split import error_summary, held_out_mask, judged
-from .tent import Array, robust_nonnegative
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-KV = (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384)
-HEADS = (
-    (32, 8),
-    (16, 4),
-    (8, 2),
-    (4, 1),
-    (64, 8),
-    (32, 4),
-    (16, 2),
-    (8, 1),
-    (40, 8),
-    (48, 8),
-    (32, 32),
-    (16, 16),
-    (8, 8),
-)
-"""Query and KV heads of a rank, for common models and tensor-parallel sizes."""
-SMALL_BYTES = 2 << 20
-"""Calls that read less are mostly launch, wherever they read from."""
-LAUNCH_ONLY = 16
-"""So are those of so short contexts."""
-CACHE_MARGIN = 1.2
 CUSTOM_OVER_PCIE = 2
 """GPUs up to which vLLM runs its own all-reduce without NVLink. **Source:** vLLM `custom_all_reduce.py`: "not supported on more than two
 PCIe-only GPUs"."""
@@ -62,9 +33,11 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
     for dtype in sorted(set(source.gemm["gemm_dtype"])):
         part = source.gemm[source.gemm["gemm_dtype"] == dtype]
         gemm[dtype], error[f"held_out_gemm_{dtype}"] = fit_gemm(part, dtype, device.memory_bandwidth_bytes_per_s)
-    attention, attention_errors = _attention(source, device.l2_cache_bytes)
-    error |= attention_errors
     kernel = "FlashAttention 3" if device.architecture == "hopper" else "FlashAttention 2"
+    attention, attention_errors = fit_attention_tables(
+        source, device.l2_cache_bytes, narrow_tile=kernel == "FlashAttention 3"
+    )
+    error |= attention_errors
     known = uncertainty(error)
     return document(
         name=device.name,
@@ -126,96 +99,6 @@ def fit_gpu_profile(source: KernelTables, *, date: str, command: str) -> dict[st
             "command": command,
         },
     )
-
-
-def _attention(source: KernelTables, l2_bytes: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Prefill and decode tables for each pair of head counts, and their errors over all of them together."""
-    entries: list[dict[str, Any]] = []
-    held: dict[str, list[tuple[Array, Array]]] = {"decode": [], "prefill": [], "axis": []}
-    for kv_dtype in sorted(set(source.decode["kv_cache_dtype"])):
-        for heads, kv_heads in HEADS:
-            decode = _select(source.decode, heads, kv_heads, kv_dtype)
-            prefill = _select(source.prefill, heads, kv_heads, kv_dtype)
-            if len(decode) < 60 or len(prefill) < 10:
-                continue
-            element = 1 if kv_dtype == "fp8" else 2
-            entries.append(
-                {
-                    "heads": heads,
-                    "kv_heads": kv_heads,
-                    "kv_dtype": kv_dtype,
-                    "prefill": _prefill_line(prefill, held["prefill"]),
-                    "decode": _decode_grid(decode, 2 * kv_heads * HEAD_DIM * element, l2_bytes, held),
-                }
-            )
-    if not entries:
-        raise CalibrationError(f"{source.folder}: no attention rows for any of the head counts {HEADS}")
-    errors = {}
-    for kind, name in (
-        ("decode", "held_out_decode"),
-        ("prefill", "held_out_prefill"),
-        ("axis", "held_out_axis: sequences > 128"),
-    ):
-        if held[kind]:
-            predicted, measured = (np.concatenate(side) for side in zip(*held[kind], strict=True))
-            errors[name] = (
-                error_summary(predicted, measured) if kind == "axis" else judged(predicted, measured, TOGETHER)
-            )
-    return entries, errors
-
-
-def _prefill_line(table: pd.DataFrame, held_out: list[tuple[Array, Array]]) -> dict[str, Any]:
-    """Time of whole prompts by their length."""
-    isl, us = table["isl"].to_numpy(float), table["us"].to_numpy(float)
-    knots = [chunk for chunk in CHUNKS if isl.min() <= chunk <= isl.max() and chunk in isl]
-
-    def fitted(chosen: npt.NDArray[np.bool_]) -> Array:
-        x, y = isl[chosen], us[chosen]
-        law = robust_nonnegative(_prompt_features(x), y).values
-        return fit_field([knots], [x], y, _prompt_features(np.asarray(knots, dtype=float)) @ law)
-
-    held = held_out_mask(isl.size) & (isl > knots[0]) & (isl < knots[-1])
-    inside = isl >= knots[0]
-    held_out.append((at(fitted(inside & ~held), [knots], [isl[held]]), us[held]))
-    return {"chunk": knots, "us": [_short(value) for value in np.maximum.accumulate(fitted(inside))]}
-
-
-def _prompt_features(tokens: Array) -> Array:
-    return np.stack([np.ones(tokens.size), tokens, tokens**2], axis=1)
-
-
-def _decode_grid(
-    table: pd.DataFrame, bytes_per_token: int, l2_bytes: int, held_out: dict[str, list[tuple[Array, Array]]]
-) -> dict[str, Any]:
-    """Time by sequences and KV length, without the calls that read their KV from the cache."""
-    kv_bytes = table["batch_size"] * table["kv"] * bytes_per_token
-    cached = (kv_bytes > SMALL_BYTES) & (kv_bytes < CACHE_MARGIN * l2_bytes) & (table["kv"] > LAUNCH_ONLY)
-    table = table[~cached & (table["batch_size"] <= SEQS[-1]) & (table["kv"] <= KV[-1])]
-    n, kv, us = (table[name].to_numpy(float) for name in ("batch_size", "kv", "us"))
-
-    def fitted(chosen: npt.NDArray[np.bool_], knots: tuple[list[int], list[int]]) -> Array:
-        law = robust_nonnegative(decode_features(n[chosen], kv[chosen]), us[chosen]).values
-        x, y = np.meshgrid(*knots, indexing="ij")
-        plain = decode_features(x.ravel().astype(float), y.ravel().astype(float)) @ law
-        return fit_field(knots, (n[chosen], kv[chosen]), us[chosen], np.maximum(plain, 1.0).reshape(x.shape))
-
-    whole = list(SEQS), list(KV)
-    held = held_out_mask(us.size)
-    held_out["decode"].append((at(fitted(~held, whole), whole, (n[held], kv[held])), us[held]))
-    beyond = n > 128
-    if beyond.any():
-        inner = [count for count in SEQS if count <= 128], list(KV)
-        held_out["axis"].append((at(fitted(~beyond, inner), inner, (n[beyond], kv[beyond])), us[beyond]))
-    values = fitted(np.ones(us.size, dtype=bool), whole)
-    return {"seqs": whole[0], "context": whole[1], "us": [[_short(value) for value in row] for row in values]}
-
-
-def _select(table: pd.DataFrame, heads: int, kv_heads: int, kv_dtype: str) -> pd.DataFrame:
-    return table[
-        (table["num_heads"] == heads)
-        & (table["num_key_value_heads"] == kv_heads)
-        & (table["kv_cache_dtype"] == kv_dtype)
-    ]
 
 
 def _all_reduce(table: pd.DataFrame, *, over_pcie: bool) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
     step += step_s + seq_s * sequences + token_s * tokens
 
-solved for non-negative times by Gauss-Newton steps with numerical derivatives, so that a simulation's statistics of one or more runs
-come closest to the measured ones. One observation can only tell the time a step; the time a token needs observations of prompts, the
+solved for non-negative times, so that a simulation's statistics of one or more runs come closest to the measured ones. When a request
+meets others differs from one guess to the next, and statistics jump by a per cent or two with it: so errors and slopes at a guess are
+those of a plane through a grid of simulations around it (a response surface), and the guess moves to where the plane is lowest. One
+observation can only tell the time a step; the time a token needs observations of prompts, the
 time a sequence runs with different batch sizes.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -19,7 +22,9 @@ from sim.costs.profile import FittedProfile
 from .errors import CalibrationError
 from .tent import Array
 
-ROUNDS = 5
+ROUNDS = 4
+GRID = (-1, 0, 1)
+"""Places of the grid along each term, in probes from the guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,7 @@ class Correction:
 
 
 PROBES = {"step_s": 4e-4, "token_s": 1e-5, "seq_s": 4e-5}
-"""By which each term is raised to see what it changes."""
+"""By which each term is changed to see what that does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,7 @@ class CorrectionFit:
 
     found: Correction
     residuals: tuple[float, ...]
-    """Relative error left at each observation."""
+    """Relative error left at each observation, of the plane."""
     identified: tuple[str, ...]
     """Which terms the observations can tell; the others are 0."""
 
@@ -76,17 +81,22 @@ def fit_correction(
     here = np.zeros(len(terms))
     tried: list[tuple[float, Array, Array]] = []
     for _ in range(ROUNDS):
-        now = predict(of(here))
-        off = now / measured - 1
+        off, slopes = _plane(lambda values: predict(of(values)) / measured - 1, here, probes)
         tried.append((float(np.sum(off**2)), here, off))
-        raised = [predict(of(here + probe)) for probe in np.diag(probes)]
-        slopes = np.stack([(then - now) / measured for then in raised], axis=1)
         solved, _ = nnls(slopes, slopes @ (here / probes) - off)
         here = solved * probes
-    off = predict(of(here)) / measured - 1
-    tried.append((float(np.sum(off**2)), here, off))
     _, best, left = min(tried, key=lambda one: one[0])
     return CorrectionFit(found=of(best), residuals=tuple(left.tolist()), identified=terms)
+
+
+def _plane(error: Callable[[Array], Array], here: Array, probes: Array) -> tuple[Array, Array]:
+    """Errors at `here` `[observations]` and their slopes for a probe of each term `[observations, terms]`. No time falls below 0."""
+    grid = np.asarray(list(product(GRID, repeat=here.size)), dtype=np.float64)
+    centre = np.maximum(here / probes, -min(GRID))  # the whole grid is moved up where a term is near 0
+    places = centre + grid
+    design = np.column_stack([np.ones(len(places)), places - here / probes])
+    plane, *_ = np.linalg.lstsq(design, np.stack([error(place * probes) for place in places]), rcond=None)
+    return plane[0], plane[1:].T
 
 
 def text(correction: Correction) -> str:

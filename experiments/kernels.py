@@ -14,6 +14,7 @@ from sim.core.config import ConfigError
 from .terminal import Progress, number, print_json, say
 
 if TYPE_CHECKING:
+    from gpu.bench import Timing
     from gpu.compile_check import CompileReport
 
 ALL = ("sm_80", "sm_90", "sm_100")
@@ -136,25 +137,30 @@ def _bench(data_dir: Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"--bench needs a CUDA device: {error}; without one, leave --bench out to compile the kernels only"
         ) from error
-    published, why_not = _published(data_dir, where["device"])
+    published, why_not = published_times(data_dir, where["device"])
     rows: list[dict[str, Any]] = []
     with Progress("timing") as progress:
         for timing in measure.run():
             progress.say(timing.name)
-            row = {
-                "name": timing.name,
-                "microseconds": timing.microseconds,
-                "gb_per_s": timing.bytes_per_s / 1e9,
-                "copy_share": timing.copy_share,
-            }
-            beside = published(timing.batch_size, timing.context_tokens, "bfloat16") if timing.batch_size else None
-            if beside is not None:
-                row |= {"published_microseconds": beside.microseconds, "published_source": beside.source}
-            rows.append(row)
+            rows.append(timing_row(timing, published))
     return {"provenance": where, "timings": rows, "published_note": why_not}
 
 
-def _published(data_dir: Path | None, device: str) -> tuple[Any, str]:
+def timing_row(timing: Timing, published: Any) -> dict[str, Any]:
+    """A timing as JSON values; `published` as `published_times` gives it."""
+    row = {
+        "name": timing.name,
+        "microseconds": timing.microseconds,
+        "gb_per_s": timing.bytes_per_s / 1e9,
+        "copy_share": timing.copy_share,
+    }
+    beside = published(timing.batch_size, timing.context_tokens, "bfloat16") if timing.batch_size else None
+    if beside is not None:
+        row |= {"published_microseconds": beside.microseconds, "published_source": beside.source}
+    return row
+
+
+def published_times(data_dir: Path | None, device: str) -> tuple[Any, str]:
     """A function that finds the published timing of a decode, and why there may be none."""
     from gpu.published import decode_times, nearest
 

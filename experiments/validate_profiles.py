@@ -1,6 +1,7 @@
-"""How far the embedded profiles are from what others measured: `python -m experiments.validate_profiles DATA [L1 L2 L3 L4 L5 self]`.
+"""How far the embedded profiles are from what others measured: `python -m experiments.validate_profiles DATA [L1 L2 L3 L4 L5 gaps self]`.
 
-Splits, statistics and thresholds were fixed before the figures were looked at. Every level prints the target, the fitted
+Splits, statistics and thresholds were fixed before the figures were looked at; what was changed in a model afterwards, and on
+what grounds, is said in docs/validation.md. Every level prints the target, the fitted
 profile and the roofline on the same footing.
 """
 
@@ -12,34 +13,27 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.host import Correction, CorrectionFit, corrected, fit_correction, text
+from calibration.host import corrected, fit_correction, text
 from calibration.judge import judge
 from calibration.readers.splitwise import noise_floor
 from calibration.runs import RecordedRun, read_run
 from calibration.tent import Array
 from calibration.twin import SimulatedRun, preempted, simulate_requests
 from calibration.uncertainty import draws, interval
-from sim.catalog.gpus import gpu
-from sim.catalog.models import model_shape
-from sim.core.request import RequestSpec
-from sim.costs import Roofline
-from sim.costs.fitted import FOLDER, fitted_cost, profile_names
+from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile
 from sim.costs.protocol import CostModel
 
-from .exp0_sessions import UNCACHED, with_sessions
-from .profile_sources import A100, HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_6000, RUNS, Case
+from .case_costs import KERNELS_ONLY, STATED_GAPS, costs_of
+from .profile_sources import HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_6000, RUNS, Case
+from .validate_cliff import print_cliff
+from .validate_gaps import print_gaps
 from .validate_loop import print_self_test
 from .validate_silicon import print_silicon
 
-A100_CALIBRATED_ON = ("0.5", "0.84")
-KERNELS_ONLY = "profile, kernels only"
-STATED_GAPS = "profile, with stated gaps"
 DRAWS = 12
 """Draws of a profile's uncertainty that are simulated."""
-POOLS = range(1600, 2600, 50)
-"""Pool sizes that are tried, in blocks, for the one under which exp-0 at 0.84 a second queues as it did."""
 
 
 def print_kernels(data: Path) -> None:
@@ -51,33 +45,18 @@ def print_kernels(data: Path) -> None:
         error = read_profile(FOLDER / f"{name}.json").data["error"]
         for key, value in error.items():
             if key.startswith("held_out"):
-                noise_p95 = value.get("same_tile_noise_p95")
+                noise_p95, left_out = value.get("same_tile_noise_p95"), value.get("left_out_points")
                 print(
                     f"  {name:<36} {key:<46} {value['median']:7.1%} {value['p95']:7.1%}"
                     + (f" {value['points']:>6} points" if "points" in value else "")
                     + (f", noise of the table {noise_p95:.1%}" if noise_p95 else "")
+                    + (
+                        f", deeper but faster {value['deeper_faster_share']:.1%}"
+                        if "deeper_faster_share" in value
+                        else ""
+                    )
+                    + (f", {left_out} calls served by the cache left out" if left_out else "")
                 )
-
-
-def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
-    """The embedded profile and the roofline, for the model and GPU of a case."""
-    model, device = model_shape(case.settings["model"]), gpu(case.settings["gpu"])
-    ranks = case.settings.get("tensor_parallel_size", 1)
-    embedded = fitted_cost(case.profile, model, device, tensor_parallel_size=ranks)
-    return {
-        KERNELS_ONLY: corrected(embedded, Correction()),
-        f"{STATED_GAPS} of {embedded.terms.gap_s * 1e3:.2f} ms a step": embedded,
-        "roofline": Roofline(model, device, tensor_parallel_size=ranks),
-        **(
-            {
-                "composed from the card's kernel terms": fitted_cost(
-                    device.name, model, device, tensor_parallel_size=ranks
-                )
-            }
-            if case.profile != device.name
-            else {}
-        ),
-    }
 
 
 def print_unpressed(data: Path) -> None:
@@ -161,76 +140,13 @@ def _print_preempted(run: RecordedRun, twin: SimulatedRun) -> None:
     )
 
 
-def print_cliff(data: Path) -> None:
-    """L4: exp-0, Llama-3.1-70B on two A100."""
-    folder = data / "runs" / "llm-d-benchmark" / A100.run
-    runs = rates_of(folder)
-    requests = with_sessions(runs, A100_CALIBRATED_ON)
-    print("\nL4 2 x A100, Llama-3.1-70B (targets at 0.67 and 1.0: TPOT p50 5 %, TTFT p99 25 %)")
-
-    def twins(cost: CostModel, blocks: int | None = None) -> Callable[[str], SimulatedRun]:
-        return lambda rate: simulate_requests(A100.scenario(num_gpu_blocks_override=blocks), requests[rate], cost)
-
-    for label, cost in costs_of(A100).items():
-        _print_rates(label, runs, twins(cost))
-    fit, cost = two_rates_correction(runs, requests)
-    busy = A100_CALIBRATED_ON[-1]
-    blocks = min(POOLS, key=lambda size: _queue_miss(runs[busy], twins(cost, size)(busy)))
-    left = ", ".join(f"{off:+.1%}" for off in fit.residuals)
-    label = f"corrected on 0.5 and 0.84 only: {text(fit.found)} (left: {left}), pool {blocks:,} blocks"
-    _print_rates(label, runs, twins(cost, blocks))
-
-
-def rates_of(folder: Path) -> dict[str, RecordedRun]:
-    """The runs in `folder`, by their rate, lowest first: whichever rates are there."""
-    found = {path.stem.removeprefix("qps_"): path for path in folder.glob("qps_*.csv")}
-    return {rate: read_run(found[rate]) for rate in sorted(found, key=float)}
-
-
-def two_rates_correction(
-    runs: dict[str, RecordedRun], requests: dict[str, tuple[RequestSpec, ...]]
-) -> tuple[CorrectionFit, FittedProfile]:
-    """The kernels of the A100 with times from the mean TPOT and the median TTFT of the two calibration rates, over the requests that
-    found nothing cached.
-    """
-    kernels = costs_of(A100)[KERNELS_ONLY]
-    assert isinstance(kernels, FittedProfile)
-
-    def of(sources: Sequence[RecordedRun | SimulatedRun]) -> Array:
-        found = [(np.nanmean(one.tpot_s[UNCACHED]), np.median(one.ttft_s[UNCACHED])) for one in sources]
-        return np.asarray(found).ravel()
-
-    def predict(times: Correction) -> Array:
-        cost = corrected(kernels, times)
-        return of([simulate_requests(A100.scenario(), requests[rate], cost) for rate in A100_CALIBRATED_ON])
-
-    fit = fit_correction(predict, of([runs[rate] for rate in A100_CALIBRATED_ON]))
-    return fit, corrected(kernels, fit.found)
-
-
-def _queue_miss(run: RecordedRun, twin: SimulatedRun) -> float:
-    """How far the 99th percentile of TTFT is off, as a logarithm: it tells the pool's size, for the start-up log was not kept."""
-    return abs(float(np.log(np.percentile(twin.ttft_s, 99) / np.percentile(run.ttft_s, 99))))
-
-
-def _print_rates(label: str, runs: dict[str, RecordedRun], simulate: Callable[[str], SimulatedRun]) -> None:
-    print(f"  {label}")
-    for rate, run in runs.items():
-        twin = simulate(rate)
-        tpot = np.nanmedian(twin.tpot_s) / np.nanmedian(run.tpot_s) - 1
-        tails = [(float(np.percentile(run.ttft_s, q)), float(np.percentile(twin.ttft_s, q))) for q in (50, 90, 99)]
-        ttft = "  ".join(
-            f"p{q} {a:.2f} s -> {b:.2f} s ({b / a - 1:+.0%})" for q, (a, b) in zip((50, 90, 99), tails, strict=True)
-        )
-        print(f"    {rate:>4} a second: TPOT p50 {tpot:+.1%}   TTFT {ttft}   {twin.summary['num_gpu_blocks']:,} blocks")
-
-
 LEVELS: dict[str, Callable[[Path], None]] = {
     "L1": print_kernels,
     "L2": print_unpressed,
     "L3": print_pressed,
     "L4": print_cliff,
     "L5": print_silicon,
+    "gaps": print_gaps,
     "self": print_self_test,
 }
 

@@ -21,8 +21,11 @@ from sim.core.config import ConfigError
 from sim.core.plan import BatchShape
 from sim.costs import Roofline
 from sim.costs.fitted import fitted_cost
+from sim.costs.profile import FittedProfile
 from sim.costs.protocol import CostModel
 from sim.scenario import Scenario
+
+from .silicon_reasons import explained
 
 SYSTEMS = {**GPU_NAMES, "b200_sxm": "b200-sxm-180gb", "rtx_pro_6000": "rtx-pro-6000-96gb", "rtx_4090": "rtx-4090-24gb"}
 """The rows' names of systems and the catalogue's names of their GPUs."""
@@ -50,11 +53,11 @@ def steady_tpot_s(cost: CostModel, clients: int, prompt: int, output: int) -> fl
     return alone + clients * (to_s(cost.step_fs(mixed)) - alone) / output
 
 
-def simulated(row: Any, cost: CostModel, *, burst: bool) -> tuple[float, float]:
+def simulated(row: Any, cost: CostModel, *, burst: bool, clients: int | None = None) -> tuple[float, float]:
     """Mean TPOT and TTFT of a row's clients, in seconds: one burst, or InferenceX's closed loop of ten requests a client."""
     import sim
 
-    clients, prompt, output = int(row.batch_size), int(row.isl), int(row.osl)
+    clients, prompt, output = clients or int(row.batch_size), int(row.isl), int(row.osl)
     scenario = Scenario.from_flags(
         {
             "model": row.model_path,
@@ -146,9 +149,24 @@ def _print_file(path: Path) -> None:
         print(
             f"  {kind}: TPOT {by_engine}, all {median(table['tpot_error']):.1%}; TTFT (InferenceX rows) {median(ttft):.1%}"
         )
-    worst = tables["profile"].reindex(tables["profile"]["tpot_error"].abs().sort_values(ascending=False).index).head(5)
-    for row in worst.itertuples():
+    print("  the worst row of each, and what would explain it:")
+    for _, part in tables["profile"].groupby(keys):
+        row = part.loc[part["tpot_error"].abs().idxmax()]
         print(
-            f"  worst: {row.model_path} {row.backend} {row.backend_version} TP{row.tp_size:.0f} {row.gemm_quant_mode or 'bf16'} "
-            f"{row.isl}/{row.osl} x {row.batch_size:.0f}: {row.silicon_tpot_ms:.1f} ms, {row.tpot_error:+.0%}"
+            f"  {row.model_path} {row.backend} TP{row.tp_size:.0f} {row.gemm_quant_mode or 'bf16'} "
+            f"{row.isl}/{row.osl} x {row.batch_size:.0f}: {row.silicon_tpot_ms:.1f} ms, {row.tpot_error:+.0%}; {_reason(row)}"
         )
+
+
+def _reason(row: Any) -> str:
+    """The reading of a row under which it comes nearest."""
+    cost = cost_of("profile", str(row.system), str(row.model_path), int(row.tp_size), row.gemm_quant_mode or None)
+    if not isinstance(cost, FittedProfile):
+        return "its price has no terms to change"
+
+    def tpot_s(prices: CostModel, clients: int) -> float:
+        if row.how == "steady state":
+            return steady_tpot_s(prices, clients, int(row.isl), int(row.osl))
+        return simulated(row, prices, burst=row.how == "burst", clients=clients)[0]
+
+    return explained(row, cost, tpot_s)

@@ -6,7 +6,6 @@ filled on the host through plain C arrays over the tensors' memory, so that a st
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from sim.core.blocks import NO_BLOCK
 
-_C_TYPES: dict[Any, Any] = {torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32, torch.float32: ctypes.c_float}
+from .step_buffer import StepArena, StepBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,43 +84,26 @@ class StepBatch:
     """`[num_sampled]` int64; written by sampling."""
 
 
-class _Buffer:
-    """A tensor on the device and, on CUDA, its pinned twin on the host; filled through a C array."""
-
-    def __init__(self, size: int, dtype: Any, device: Any) -> None:
-        cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=dtype, pin_memory=cuda)
-        self._device = torch.zeros(size, dtype=dtype, device=device) if cuda else self._host
-        self._cuda = cuda
-        self.tensors = (self._host, self._device)
-        self.cells: Any = (_C_TYPES[dtype] * size).from_address(self._host.data_ptr())
-        """The host's memory; assign to slices of it."""
-
-    def sent(self, size: int) -> Any:
-        """The first `size` cells, on the device."""
-        if self._cuda:
-            self._device[:size].copy_(self._host[:size], non_blocking=True)
-        return self._device[:size]
-
-
 class BatchBuffers:
     """Room for the largest step that the engine may plan."""
 
     def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any) -> None:
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
-        device = torch.device(device)
-        self._token_ids, self._positions, self._slots = (_Buffer(max_tokens, torch.int64, device) for _ in range(3))
-        self._tables = _Buffer(max_seqs * max_blocks, torch.int32, device)
-        self._seq_lens = _Buffer(max_seqs, torch.int32, device)
-        self._query_starts = _Buffer(max_seqs + 1, torch.int32, device)
-        self._sample_rows, self._tokens_out = (_Buffer(max_seqs, torch.int64, device) for _ in range(2))
-        self._temperature, self._top_p, self._uniform = (_Buffer(max_seqs, torch.float32, device) for _ in range(3))
-        self._top_k = _Buffer(max_seqs, torch.int32, device)
+        self._arena = arena = StepArena(device)
+        self._query_starts = StepBuffer(max_seqs + 1, torch.int32, arena)
+        self._sample_rows = StepBuffer(max_seqs, torch.int64, arena)
+        self._temperature, self._top_p, self._uniform = (StepBuffer(max_seqs, torch.float32, arena) for _ in range(3))
+        self._top_k = StepBuffer(max_seqs, torch.int32, arena)
+        self._seq_lens = StepBuffer(max_seqs, torch.int32, arena)
+        self._token_ids, self._positions, self._slots = (StepBuffer(max_tokens, torch.int64, arena) for _ in range(3))
+        self._tables = StepBuffer(max_seqs * max_blocks, torch.int32, arena)
+        arena.make()
+        self._tokens_out = torch.zeros(max_seqs, dtype=torch.int64, device=device)
 
     @property
     def tensors(self) -> list[Any]:
         """The buffers, on host and device."""
-        return [tensor for buffer in vars(self).values() if isinstance(buffer, _Buffer) for tensor in buffer.tensors]
+        return [*self._arena.tensors, self._tokens_out]
 
     def fill(
         self,
@@ -157,6 +139,7 @@ class BatchBuffers:
                 f"for {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
             )
         num_decodes = sum(item.num_tokens == 1 for item in order)
+        self._arena.refill()
         self._query_starts.cells[0] = 0
         row = longest = 0
         rows: list[int] = []
@@ -187,7 +170,7 @@ class BatchBuffers:
         if pad_to is not None:
             self._pad(num_seqs, pad_to)
             num_decodes = num_seqs = num_tokens = count = pad_to
-        return StepBatch(
+        batch = StepBatch(
             names=tuple(item.name for item in order),
             sampled=sampled,
             num_decodes=num_decodes,
@@ -203,8 +186,10 @@ class BatchBuffers:
             top_k=self._top_k.sent(count),
             top_p=self._top_p.sent(count),
             uniform=self._uniform.sent(count),
-            tokens_out=self._tokens_out.sent(count),
+            tokens_out=self._tokens_out[:count],
         )
+        self._arena.send()
+        return batch
 
     def _pad(self, first: int, end: int) -> None:
         """Rows `[first, end)` of a decode batch are nobody's: token 0 at position 0, slot 0 of NO_BLOCK, no KV to read."""

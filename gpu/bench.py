@@ -1,20 +1,22 @@
 """Kernels timed on a GPU: microseconds, bytes a second, and the share of the copy bandwidth measured in the same run.
 
-Every figure is a median over many launches, with the L2 cache flushed between them. Needs a CUDA device; nothing here is
-ever estimated.
+Every figure is a median over many launches, with the L2 cache flushed between them. A kernel is launched by a captured graph, as a
+decode step launches it: what the host does before a launch would else count for the kernels that take less. Needs a CUDA
+device; nothing here is ever estimated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from .decode_graphs import CudaCapture
 from .kernels.attention import DecodeCall, choose_splits
 from .kernels.block_rows import BlockRows
-from .kernels.launch import KVView
+from .kernels.launch import KVView, Launch
 from .kernels.sampling import SampleCall
 from .layout import KVLayout
 from .ops import Ops
@@ -23,6 +25,8 @@ from .require import require
 DECODE_SHAPES = ((1, 8192), (16, 8192), (64, 8192), (128, 4096), (256, 2048))
 """(sequences, KV tokens of each) that decode attention is timed at: 32 query heads, 8 KV heads of 128, bfloat16."""
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+SWEEP = ((32, 3, 4), (64, 2, 4), (64, 3, 4), (64, 4, 4), (128, 2, 4), (128, 3, 4), (64, 3, 8), (128, 3, 8))
+"""(positions of a tile, stages, warps) that decode attention is tried with."""
 
 
 class NoDeviceError(RuntimeError):
@@ -65,9 +69,9 @@ def provenance() -> dict[str, str]:
     if not torch.cuda.is_available():
         raise NoDeviceError(f"torch {torch.__version__} sees no CUDA device")
     triton = require("triton", "timing kernels")
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties()
     return {
-        "device": torch.cuda.get_device_name(0),
+        "device": torch.cuda.get_device_name(),
         "compute_capability": f"{properties.major}.{properties.minor}",
         "torch": str(torch.__version__),
         "triton": str(triton.__version__),
@@ -89,8 +93,14 @@ def run() -> Iterator[Timing]:
     yield copied
     for batch_size, context_tokens in DECODE_SHAPES:
         yield time_decode(ops, batch_size, context_tokens, speed)
-    for name, num_bytes, call in _others(ops, device):
-        yield Timing(name=name, microseconds=_median(call), num_bytes=num_bytes, copy_bytes_per_s=speed)
+    yield from time_others(ops, speed)
+
+
+def time_others(ops: Ops, speed: float) -> Iterator[Timing]:
+    """The row-wise kernels, the block moves and the sampler, beside a copy of `speed` bytes a second."""
+    for name, num_bytes, call in _others(ops, ops.device):
+        microseconds = _replayed_median(call, ops.device)
+        yield Timing(name=name, microseconds=microseconds, num_bytes=num_bytes, copy_bytes_per_s=speed)
 
 
 def time_copy(device: Any) -> Timing:
@@ -104,6 +114,11 @@ def time_copy(device: Any) -> Timing:
     )
 
 
+def _replayed_median(call: Callable[[], Any], device: Any) -> float:
+    """Microseconds of what a call launches."""
+    return _median(CudaCapture(device)(call))
+
+
 def _median(call: Callable[[], Any]) -> float:
     """Microseconds of a call."""
     testing = require("triton.testing", "timing kernels")
@@ -112,15 +127,45 @@ def _median(call: Callable[[], Any]) -> float:
 
 def time_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -> Timing:
     """Decode attention of one layer, blocks in random order."""
-    device, dtype = ops.device, torch.bfloat16
-    blocks = -(-context_tokens // BLOCK_SIZE)
+    sms = torch.cuda.get_device_properties(ops.device).multi_processor_count
+    splits = choose_splits(num_seqs=batch_size, num_kv_heads=KV_HEADS, max_tokens=context_tokens, num_sms=sms)
+    call = _decode_call(ops.device, batch_size, context_tokens, splits)
+    return _decode_timing("", call, lambda: ops.decode_attention(call), speed)
+
+
+def sweep_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -> Iterator[Timing]:
+    """The same with other splits, tiles and stages than those that are chosen; what does not fit the device is left out."""
+    from .kernels.decode_attention import decode_attention_launch
+    from .kernels.merge_splits import merge_splits
+
+    too_much = require("triton", "timing kernels").OutOfResources
+    for splits in (1, 2, 4, 8):
+        call = _decode_call(ops.device, batch_size, context_tokens, splits)
+        launch = decode_attention_launch(call)
+        assert launch is not None  # there are sequences
+        for positions, stages, warps in SWEEP:
+            tried = replace(
+                launch, constants={**launch.constants, "BLOCK_N": positions, "STAGES": stages}, num_warps=warps
+            )
+
+            def run(tried: Launch = tried, call: DecodeCall = call) -> None:
+                tried.run()
+                if call.num_splits > 1:
+                    merge_splits(call.partial_out, call.partial_lse, call.out)
+
+            try:
+                yield _decode_timing(f",tile={positions},stages={stages},warps={warps}", call, run, speed)
+            except too_much:
+                continue  # more shared memory than the device has
+
+
+def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int) -> DecodeCall:
+    dtype, blocks = torch.bfloat16, -(-context_tokens // BLOCK_SIZE)
     total = batch_size * blocks
     kv = torch.randn((total + 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype=dtype, device=device)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    splits = choose_splits(num_seqs=batch_size, num_kv_heads=KV_HEADS, max_tokens=context_tokens, num_sms=sms)
     query = torch.randn((batch_size, Q_HEADS, HEAD_DIM), dtype=dtype, device=device)
     part = torch.empty((batch_size, Q_HEADS, splits, HEAD_DIM), device=device)
-    call = DecodeCall(
+    return DecodeCall(
         query=query,
         cache=KVView.of(kv),
         block_table=(torch.randperm(total, device=device) + 1).to(torch.int32).view(batch_size, blocks),
@@ -131,10 +176,14 @@ def time_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) ->
         partial_out=part,
         partial_lse=part[..., 0].contiguous(),
     )
+
+
+def _decode_timing(more: str, call: DecodeCall, run: Callable[[], Any], speed: float) -> Timing:
+    batch_size, context_tokens = int(call.query.shape[0]), int(call.block_table.shape[1]) * BLOCK_SIZE
     return Timing(
-        name=f"decode_attention[bf16,{batch_size}x{context_tokens},splits={splits}]",
-        microseconds=_median(lambda: ops.decode_attention(call)),
-        num_bytes=batch_size * context_tokens * 2 * KV_HEADS * HEAD_DIM * 2 + 2 * query.numel() * 2,
+        name=f"decode_attention[bf16,{batch_size}x{context_tokens},splits={call.num_splits}{more}]",
+        microseconds=_replayed_median(run, call.query.device),
+        num_bytes=batch_size * context_tokens * 2 * KV_HEADS * HEAD_DIM * 2 + 2 * call.query.numel() * 2,
         copy_bytes_per_s=speed,
         batch_size=batch_size,
         context_tokens=context_tokens,

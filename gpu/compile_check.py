@@ -128,9 +128,11 @@ def compile_launch(name: str, launch: Launch, target: str, budget: Budget | None
 
 def _signature(launch: Launch, architecture: int) -> dict[str, Any]:
     """Types, constants and alignment hints, by the rules of a launch: an integer that is 1 is a constant, one that is a
-    multiple of 16 is known to be, and so are pointers (torch aligns them to more).
+    multiple of 16 is known to be, and so are pointers (torch aligns them to more); but for those that a kernel will not have told apart.
     """
     names = list(launch.kernel.arg_names)
+    fixed = {param.name for param in launch.kernel.params if param.do_not_specialize}
+    unaligned = fixed | {param.name for param in launch.kernel.params if param.do_not_specialize_on_alignment}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     hints: dict[tuple[int], list[list[Any]]] = {}
@@ -139,7 +141,7 @@ def _signature(launch: Launch, architecture: int) -> dict[str, Any]:
         given["NATIVE"] = architecture >= 89  # a meta tensor cannot tell what its device can do
     for place, name in enumerate(names):
         value = given[name]
-        if name in launch.constants or (isinstance(value, int) and value == 1):
+        if name in launch.constants or (isinstance(value, int) and value == 1 and name not in fixed):
             signature[name] = "constexpr"
             constants[(place,)] = value
             continue
@@ -152,6 +154,6 @@ def _signature(launch: Launch, architecture: int) -> dict[str, Any]:
         else:
             signature[name] = TRITON_TYPES[str(value.dtype)]
             aligned = value.storage_offset() * value.element_size() % 16 == 0
-        if aligned:
+        if aligned and name not in unaligned:
             hints[(place,)] = [["tt.divisibility", 16]]
     return {"signature": signature, "constexprs": constants, "attrs": hints}

@@ -1,9 +1,9 @@
 """CpuLane: requests that were taken off the device and go on on the CPU, with a model and pools of their own there.
 
 A request keeps its KV and its place: what the device has computed is handed over, and the answer goes on token for token. How long
-a token takes there, and when a request comes back, is the core's affair; here its tokens are computed as soon as it comes, so
-that they are known whenever somebody asks. Output that the core does not wait for is forgotten by the token book when the
-device samples the same place again.
+a token takes there, and when a request comes back, is the core's affair; here its tokens are computed when the step that it came in
+has been timed, so that they are known whenever somebody asks and are no part of that step's time. Output that the core does not
+wait for is forgotten by the token book when the device samples the same place again.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class CpuLane:
         self._workspace: Workspace | None = None
         self._buffers: BatchBuffers | None = None
         self._guests: dict[str, _Guest] = {}
+        self._due: dict[str, range] = {}  # by guest: the places whose tokens have not been computed yet
         self.computed_tokens = 0
         """Tokens computed here so far."""
 
@@ -57,8 +58,13 @@ class CpuLane:
         return tuple(self._guests)
 
     def take(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
-        """A request leaves the device's `pool` with all its known tokens but the last computed, and its answer is computed to the
-        end. Its blocks there are the caller's to give back.
+        """A request leaves the device's `pool`, and its answer is computed to the end at once. As `receive` otherwise."""
+        self.receive(name, pool, table)
+        self.catch_up()
+
+    def receive(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
+        """A request leaves the device's `pool` with all its known tokens but the last computed; `catch_up` goes on. Its blocks there
+        are the caller's to give back.
 
         Raises:
             ValueError: it is here already. What `hand_over` raises.
@@ -73,9 +79,14 @@ class CpuLane:
         own = PagedKVPool(self._layout, size, "cpu", checked=pool.checked)
         places = tuple(range(1, size + 1))
         hand_over(name, pool, table, own, places, context_tokens, release=False)
-        guest = _Guest(own, places)
-        self._decode(name, guest, context_tokens, last)
-        self._guests[name] = guest
+        self._guests[name] = _Guest(own, places)
+        self._due[name] = range(context_tokens, last - 1)
+
+    def catch_up(self) -> None:
+        """Compute what is left of the answers of those who came."""
+        while self._due:
+            name, places = self._due.popitem()
+            self._decode(name, self._guests[name], places)
 
     def give_back(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
         """A request goes back to a device's `pool`, with as many blocks of what was computed for it as `table` has.
@@ -83,17 +94,19 @@ class CpuLane:
         Raises:
             KeyError: it is not here. What `hand_over` raises.
         """
+        self.catch_up()
         guest = self._guests.pop(name)
         hand_over(name, guest.pool, guest.table, pool, table, len(table) * self._layout.block_size)
 
     def drop(self, name: str) -> None:
         """A request has ended; its memory is free. Raises KeyError when it is not here."""
         del self._guests[name]
+        self._due.pop(name, None)
 
-    def _decode(self, name: str, guest: _Guest, context_tokens: int, last: int) -> None:
-        """Compute tokens `[context_tokens, last - 1)`; each gives the next."""
+    def _decode(self, name: str, guest: _Guest, places: range) -> None:
+        """Compute the tokens of these places; each gives the next."""
         forward = self._forward(guest.pool)
-        for place in range(context_tokens, last - 1):
+        for place in places:
             guest.pool.begin_step(place)
             forward.workspace.reset()
             (token,) = forward.run([ScheduledRequest(name, 1, place, guest.table, samples=True)]).values()
@@ -118,7 +131,7 @@ class CpuLane:
         )
         weights: DecoderWeights = self._device_model.weights.to("cpu")
         element = torch.empty(0, dtype=self._device_model.dtype).element_size()
-        workspace = Workspace(workspace_bytes(config, one, element_bytes=element, num_splits=1, twins=True))
+        workspace = Workspace(workspace_bytes(config, one, element_bytes=element, twins=True))
         ops = Ops("cpu", scratch=workspace)
         buffers = BatchBuffers(
             max_tokens=1, max_seqs=1, max_blocks=blocks_for(self._max_model_len, size) + 1, device="cpu"

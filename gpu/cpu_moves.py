@@ -67,7 +67,12 @@ class CpuMoves:
         for key in [key for key, kept in self._saved.items() if key == name or kept & slots]:
             mover.cpu_pool.drop(key)  # its request ended while it was away: the core has given its slots to another
             del self._saved[key]
-        transfer = mover.swap_out(name, [block for block, _ in pairs])
+        blocks = [block for block, _ in pairs]
+        transfer = mover.swap_out(name, blocks)
+        if (
+            transfer is None and mover.cpu_pool.wait()
+        ):  # for the core they were free when the plan that emptied them was done
+            transfer = mover.swap_out(name, blocks)
         if transfer is None:
             raise IntegrityError(
                 f"the CPU pool has {mover.cpu_pool.num_free} free slots for {len(pairs)} blocks of {name}; the core counted more"
@@ -75,7 +80,7 @@ class CpuMoves:
         self._await(transfer.fence)
         self._saved[name] = slots
         if self._pool.checked:
-            self._sums[name] = (self._pool.clock.step, self._checksums([block for block, _ in pairs]))
+            self._sums[name] = (self._pool.clock.step, self._checksums(blocks))
         self.swapped_out_blocks += len(pairs)
 
     def swap_in(self, name: str, pairs: Pairs) -> None:
@@ -127,9 +132,14 @@ class CpuMoves:
         for guest in [guest for guest, kept in self._on_cpu.items() if kept & slots]:
             self._lane.drop(guest)  # it ended there: the core has given its place to another
             del self._on_cpu[guest]
-        self._lane.take(name, self._pool, [block for block, _ in pairs])
+        self._lane.receive(name, self._pool, [block for block, _ in pairs])
         self._on_cpu[name] = slots
         self.moved_to_cpu += 1
+
+    def catch_up(self) -> None:
+        """What the CPU computes for itself; called when the device's step has been timed."""
+        if self._lane is not None:
+            self._lane.catch_up()
 
     def _checksums(self, blocks: list[int]) -> list[int]:
         ids = torch.tensor(blocks, dtype=torch.int64).to(self._pool.device)

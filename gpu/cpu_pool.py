@@ -11,6 +11,7 @@ import torch
 from .fences import Fence
 from .kernels.block_rows import BlockRows
 from .layout import KVLayout
+from .pinned import pinned_zeros
 
 
 class CpuBlockPool:
@@ -21,7 +22,8 @@ class CpuBlockPool:
         self.num_blocks = num_blocks
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
         """Whether the memory is page-locked."""
-        self.buffer = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+        num_bytes = num_blocks * layout.block_bytes
+        self.buffer = pinned_zeros(num_bytes) if self.pinned else torch.zeros(num_bytes, dtype=torch.uint8)
         """`[num_blocks * block_bytes]` uint8."""
         self.rows = BlockRows.of(layout, self.buffer, num_blocks, dense=True)
         """The buffer as rows of blocks."""
@@ -78,6 +80,14 @@ class CpuBlockPool:
             self._free += slots
         else:
             self._fenced.append((fence, slots))
+
+    def wait(self) -> bool:
+        """Wait on the host until every slot that nobody keeps is free; False when none had to be waited for."""
+        waiting = self._fenced
+        for fence, _ in waiting:
+            fence.wait()
+        self._settle()
+        return bool(waiting)
 
     def _settle(self) -> None:
         waiting: list[tuple[Fence, list[int]]] = []

@@ -22,7 +22,7 @@ import torch
 
 from .batch import Work
 from .ops import Ops, Record
-from .workspace import Workspace
+from .workspace import Workspace, WorkspaceFullError
 
 WARM_UPS = 2
 """Runs before a capture: they compile kernels and let libraries take their workspaces, which a capture may not."""
@@ -40,11 +40,21 @@ class Capture(Protocol):
         """Device memory that the captures took."""
         ...
 
+    @property
+    def in_tensors_bytes(self) -> int:
+        """The part of it that the allocator counts as allocated."""
+        ...
+
+    @property
+    def kept_free_bytes(self) -> int:
+        """The part of it that the allocator has reserved, and keeps free for replays."""
+        ...
+
 
 class CallAgain:
     """The CPU's twin of a capture: nothing is recorded, the step is called each time."""
 
-    held_bytes = 0
+    held_bytes = in_tensors_bytes = kept_free_bytes = 0
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         """The step itself."""
@@ -52,30 +62,48 @@ class CallAgain:
 
 
 class CudaCapture:
-    """Captures into CUDA graphs that share one memory pool."""
+    """Captures into CUDA graphs that share one memory pool.
+
+    All are warmed up and captured on one stream: the workspace that cuBLAS takes for each stream it meets is then taken once, outside
+    a capture, and is the one that the graphs use.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
         self.held_bytes = 0
-        """By what the device's free memory fell, kernels loaded meanwhile included."""
+        """By what the device's free memory fell: graphs, the workspace of their stream, kernels that were loaded for them."""
+        self.in_tensors_bytes = self.kept_free_bytes = 0
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Run it a few times on a stream of its own, then record it."""
-        free = torch.cuda.mem_get_info(self._device)[0]
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        """Run it a few times on a stream of its own, then record it. The first replay comes at once: with it the device takes the
+        memory of a graph.
+        """
+        torch.cuda.empty_cache()  # as beginning a capture does: what that gives back is not to be set off against what is taken
+        free, allocated, reserved = self._memory()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
                 step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             step()
-        self.held_bytes += max(free - torch.cuda.mem_get_info(self._device)[0], 0)
+        graph.replay()
+        torch.cuda.synchronize(self._device)
+        left, more_allocated, more_reserved = self._memory()
+        self.held_bytes += max(free - left, 0)
+        self.in_tensors_bytes += more_allocated - allocated
+        self.kept_free_bytes += max(more_reserved - reserved - (more_allocated - allocated), 0)
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def _memory(self) -> tuple[int, int, int]:
+        """Bytes free on the device, allocated by torch, reserved by it."""
+        free = int(torch.cuda.mem_get_info(self._device)[0])
+        return free, torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +131,20 @@ class DecodeGraphs:
     def capture(self, step: Callable[[int], None]) -> None:
         """Capture `step(size)` for every bucket, the largest first: smaller ones then fit into the memory it took."""
         for size in reversed(self.sizes):
-            self._workspace.reset()
             before = self._ops.record()
-            replay = self._capture(lambda size=size: self._from_start(step, size))  # type: ignore[misc]
-            self._ops.restore(before)
-            self._workspace.reset()
-            self._from_start(step, size)  # once more, to see what a run adds to the record
-            added = self._ops.record() - before
-            self._ops.restore(before)
-            self._captured[size] = _Captured(replay, added, self._workspace.step_high_water_bytes)
+            try:
+                self._captured[size] = self._capture_one(step, size)
+            except WorkspaceFullError:  # when warming up; a batch of so many runs out of memory, and the core is told
+                self.sizes = tuple(smaller for smaller in self.sizes if smaller < size)
+            finally:
+                self._ops.restore(before)
         self._workspace.reset()
+
+    def _capture_one(self, step: Callable[[int], None], size: int) -> _Captured:
+        replay = self._capture(lambda: self._from_start(step, size))
+        before = self._ops.record()
+        self._from_start(step, size)  # once more, to see what a run adds to the record
+        return _Captured(replay, self._ops.record() - before, self._workspace.step_high_water_bytes)
 
     def choose(self, work: Sequence[Work]) -> int | None:
         """The bucket of a step; None, and the reason on record, for one that goes without a graph."""
@@ -120,6 +152,8 @@ class DecodeGraphs:
             reason = "a prompt is computed"
         elif not all(item.samples for item in work):
             reason = "a sequence samples nothing"
+        elif not self.sizes:
+            reason = "the workspace is too small for any graph"
         elif len(work) > self.sizes[-1]:
             reason = f"more than {self.sizes[-1]} sequences, the largest graph"
         else:
@@ -141,6 +175,11 @@ class DecodeGraphs:
     def captured_bytes(self) -> int:
         """Device memory that the captures took."""
         return self._capture.held_bytes
+
+    @property
+    def allocator_bytes(self) -> tuple[int, int]:
+        """The parts of it that torch's allocator counts as allocated, and that it has reserved and keeps free."""
+        return self._capture.in_tensors_bytes, self._capture.kept_free_bytes
 
     def report(self) -> dict[str, Any]:
         """What was captured, replayed, and went without, as JSON values."""

@@ -30,7 +30,7 @@ class DeviceFacts:
 
 
 def find_device(name: str) -> Any:
-    """The torch device called `name`. Raises ConfigError when this machine has none."""
+    """The torch device called `name`, a CUDA device with its number. Raises ConfigError when this machine has none."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigError(f"device is {name!r}; it must be cpu, cuda or cuda:N")
@@ -41,7 +41,20 @@ def find_device(name: str) -> Any:
         )
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device(name)
+    if kind == "cuda":
+        return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+    return torch.device(kind)
+
+
+def make_current(device: Any) -> None:
+    """From here on this process works on `device`, in float32 where float32 is asked for.
+
+    Streams, events and kernels are those of the current device, whatever tensors they are given. Matrix products of float32 may be
+    rounded to TensorFloat-32 where the environment says so (NVIDIA's containers do): then a GPU's answers are not those of the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("highest")
 
 
 def device_facts(device: Any) -> DeviceFacts:

@@ -15,7 +15,7 @@ from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, Step
 from .cpu_moves import CpuMoves
 from .forward_pass import ForwardPass
 from .op_timeline import OpTimeline
-from .out_of_memory import OUT_OF_MEMORY, freed_but_pending, oom_report
+from .out_of_memory import OUT_OF_MEMORY, freed_but_pending, oom_report, typed_out_of_memory
 from .plan_moves import PlanMoves
 from .readings import MemoryReader, StepReading
 from .timing import step_timer
@@ -130,10 +130,12 @@ class TorchExecutor:
         report: OomReport | None = None
         self.pool.begin_step(plan.step)
         try:
-            self._moves.begin(plan)
+            with typed_out_of_memory():
+                self._moves.begin(plan)
         except OUT_OF_MEMORY as error:
             report = oom_report(error, self._moves.during, self.pool.device)
         self.pool.end_step()
+        self._moves.cpu.catch_up()
         return StepResult(durations=Durations.one(0), oom=report)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ class TorchExecutor:
         self._timer.start()
         drawn: dict[str, int] = {}
         try:
-            with self._watch:
+            with typed_out_of_memory(), self._watch:
                 if ahead == 0:
                     self._moves.begin(plan)
                 for request in scheduled:
@@ -169,6 +171,7 @@ class TorchExecutor:
         start_fs = plan.start_fs + sum(durations)
         durations.append(self._timer.stop_fs())
         self.pool.end_step()
+        self._moves.cpu.catch_up()
         self.steps += 1
         self.split_steps += self.forward.num_passes > 1
         if report is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from sim.core.plan import ScheduledRequest
 
@@ -13,7 +14,7 @@ from .micro_batches import micro_batches
 from .model import Decoder
 from .pool import PagedKVPool, PoisonedReadError
 from .tokens import TokenBook
-from .workspace import Workspace
+from .workspace import Workspace, WorkspaceFullError
 
 EAGER = "eager"
 """Served kernel by kernel."""
@@ -45,8 +46,38 @@ class ForwardPass:
         self.num_passes = 1
         """In how many passes it was computed."""
 
+    def warm_up(self) -> None:
+        """Run every kind of pass once, so that no step of a run waits for a kernel to be compiled and loaded, or for a library's
+        workspace. Before the first step: it leaves no block written, nothing in use and nothing on record.
+        """
+        before, blocks = self.model.ops.record(), (1,)
+        chunk = Work(name="warm-up", token_ids=(0, 0), context_tokens=0, block_table=blocks, samples=True)
+        passes: list[tuple[list[Work], int | None]] = [([], size) for size in sorted({1, self._most_rows})]
+        if self._most_rows > 1 and self.pool.layout.block_size > 1:  # else no pass has a chunk of more than one token
+            passes.append(([chunk], None))
+        for work, size in passes:
+            self.workspace.reset()
+            batch = self._fill(work, pad_to=size)
+            with suppress(WorkspaceFullError):  # then no step is so large either
+                self._compute(batch)
+        if self.pool.checked:
+            self.pool.poison(blocks)
+        self.workspace.reset()
+        self.model.ops.restore(before)
+
+    @property
+    def _most_rows(self) -> int:
+        """Sequences of the largest pass."""
+        most = self.buffers.max_seqs
+        return most if self._most_tokens is None else min(most, self._most_tokens)
+
     def capture(self, sizes: Sequence[int], capture: Capture) -> None:
-        """Capture decode batches of these sizes. Before the first step: it writes to no block and leaves nothing in use."""
+        """Capture decode batches of these sizes, those left out that are computed in several passes. Before the first step: it writes
+        to no block and leaves nothing in use.
+        """
+        sizes = [size for size in sizes if size <= self._most_rows]
+        if not sizes:
+            return
         self.graphs = DecodeGraphs(sizes, self.model.ops, self.workspace, capture)
         batches = {size: self._fill([], pad_to=size) for size in self.graphs.sizes}
         self.graphs.capture(lambda size: self._compute(batches[size]))

@@ -9,6 +9,7 @@ and forgets comes from a workspace; products are written into it (`out=`), so th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,11 +30,18 @@ class Decoder:
     """A model on one device. Keeps weights and constants; the pool and the workspace are handed in."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, ops: Ops, *, max_positions: int, num_splits: int = 1
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        ops: Ops,
+        *,
+        max_positions: int,
+        splits: Sequence[int] = (),
     ) -> None:
         self.config, self.weights, self.ops = config, weights, ops
-        self.num_splits = num_splits
-        """Programs that share a decoding sequence; fixed, so that its workspace is too."""
+        self.splits = splits
+        """Programs that share a decoding sequence, by the number of sequences less one; empty for one each. Fixed for a batch of a
+        size, so that its workspace is too."""
         self.dtype = weights.embedding.dtype
         self.rope_table = _rope_table(config, max_positions, ops.device)
         """`[max_positions, head_dim]` float32: cosines, then sines."""
@@ -144,11 +152,12 @@ class Decoder:
         return made[0], made[1], made[2]
 
     def _splits(self, work: Workspace, num_seqs: int) -> dict[str, Any]:
-        if self.num_splits == 1:
+        num_splits = self.splits[num_seqs - 1] if self.splits else 1
+        if num_splits == 1:
             return {}
-        shape = (num_seqs, self.config.shape.num_attention_heads, self.num_splits)
+        shape = (num_seqs, self.config.shape.num_attention_heads, num_splits)
         return {
-            "num_splits": self.num_splits,
+            "num_splits": num_splits,
             "partial_out": work.take("partial out", (*shape, self.config.head_dim), torch.float32),
             "partial_lse": work.take("partial lse", shape, torch.float32),
         }
@@ -191,13 +200,13 @@ def _rope_table(config: DecoderConfig, max_positions: int, device: Any) -> Any:
     return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
 
 
-def decode_splits(config: DecoderConfig, engine: EngineConfig, device: Any) -> int:
-    """Programs that share a decoding sequence on this device."""
+def decode_splits(config: DecoderConfig, engine: EngineConfig, device: Any, num_seqs: int) -> int:
+    """Programs that share a sequence on this device when `num_seqs` decode together: one sequence alone is spread over the GPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return 1
     return choose_splits(
-        num_seqs=engine.max_num_seqs,
+        num_seqs=num_seqs,
         num_kv_heads=config.shape.num_kv_heads,
         max_tokens=engine.max_model_len,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
@@ -205,9 +214,10 @@ def decode_splits(config: DecoderConfig, engine: EngineConfig, device: Any) -> i
 
 
 def workspace_bytes(
-    config: DecoderConfig, engine: EngineConfig, *, element_bytes: int, num_splits: int, twins: bool
+    config: DecoderConfig, engine: EngineConfig, *, element_bytes: int, splits: Sequence[int] = (), twins: bool
 ) -> int:
-    """Bytes that the largest step of `engine` takes from the workspace; with `twins`, what torch twins take besides.
+    """Bytes that the largest step of `engine` takes from the workspace; with `twins`, what torch twins take besides. `splits` as in
+    `Decoder`: of all batches the one with the most partial results counts.
 
     Asked before the KV pool is sized, so that no step the core may plan overflows it.
     """
@@ -215,9 +225,12 @@ def workspace_bytes(
     rows, seqs = engine.max_num_batched_tokens, min(engine.max_num_seqs, engine.max_num_batched_tokens)
     head_dim, q_size, kv_size = config.head_dim, config.query_size, config.kv_size
     qkv = (q_size + 2 * kv_size) + (q_size + kv_size if shape.qk_norm else 0)
-    attention = rows * (qkv + q_size) * element_bytes + split_bytes(
-        num_seqs=seqs, num_q_heads=shape.num_attention_heads, head_dim=head_dim, num_splits=num_splits
+    heads = shape.num_attention_heads
+    partials = (
+        split_bytes(num_seqs=index + 1, num_q_heads=heads, head_dim=head_dim, num_splits=each)
+        for index, each in enumerate(splits[:seqs])
     )
+    attention = rows * (qkv + q_size) * element_bytes + max(partials, default=0)
     feed_forward = rows * 3 * shape.intermediate_size * element_bytes
     kept = rows * 3 * shape.hidden_size * element_bytes
     logits = seqs * (3 * shape.hidden_size + shape.vocab_size) * element_bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +16,28 @@ from .workspace import WorkspaceFullError
 OUT_OF_MEMORY = (torch.OutOfMemoryError, WorkspaceFullError)
 """Errors after which a step can be taken back and tried smaller."""
 
+_DRIVER = re.compile(
+    r"Triton Error \[CUDA\]: out of memory|CUDA (?:driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED"
+)
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _FREE = re.compile(r"of which ([\d.]+) (bytes|KiB|MiB|GiB) is free")
+
+
+@contextmanager
+def typed_out_of_memory() -> Iterator[None]:
+    """Inside, memory that the driver or a library could not get, for a kernel's code, a graph or a workspace, is an OutOfMemoryError
+    like the allocator's: such calls fail for themselves alone, and the device goes on.
+
+    Raises:
+        OutOfMemoryError: in place of the RuntimeError that Triton, PyTorch or cuBLAS raised.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, OUT_OF_MEMORY) or not _DRIVER.search(str(error)):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
 
 
 def freed_but_pending(error: BaseException, device: Any) -> bool:

@@ -20,11 +20,11 @@ class MemoryReading:
     """The device's memory at one moment. The lines do not overlap."""
 
     tensors_bytes: int
-    """Weights, step buffers and captured graphs: PyTorch's, beside pool and workspace."""
+    """Weights, step buffers and what captured graphs keep: PyTorch's, beside pool and workspace."""
     weights_bytes: int
     """The part of it that are weights."""
     graphs_bytes: int
-    """The part of it that captured graphs keep."""
+    """The part of it that captured graphs keep. What the driver takes for graphs besides is not PyTorch's."""
     kv_pool_bytes: int
     """The KV pool, used or not."""
     workspace_bytes: int
@@ -32,7 +32,7 @@ class MemoryReading:
     cached_bytes: int
     """Reserved by PyTorch and in no tensor; 0 on the CPU."""
     non_torch_bytes: int
-    """Context and libraries of this process; 0 on the CPU."""
+    """Context, libraries and the driver's part of graphs, of this process; 0 on the CPU."""
     others_bytes: int
     """Other processes, as found before this one started; 0 on the CPU."""
     total_bytes: int
@@ -111,7 +111,7 @@ class CpuMemoryReader:
 
 class CudaMemoryReader:
     """Asks the caching allocator and the driver. `others_bytes` is what other processes held before this one began; `graphs_bytes` what
-    captures took, which the allocator keeps in a pool of their own.
+    captures left allocated, and what they left free in a memory pool of their own (`DecodeGraphs.allocator_bytes`).
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class CudaMemoryReader:
         device: Any,
         *,
         weights_bytes: int,
-        graphs_bytes: int,
+        graphs_bytes: tuple[int, int],
         kv_pool_bytes: int,
         workspace_bytes: int,
         others_bytes: int,
@@ -132,14 +132,15 @@ class CudaMemoryReader:
         """Between two steps."""
         allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
-        graphs = min(self._graphs, reserved - allocated)
+        in_tensors, kept_free = self._graphs
+        kept_free = min(kept_free, reserved - allocated)
         return MemoryReading(
-            tensors_bytes=allocated - self._kv_pool - self._workspace + graphs,
+            tensors_bytes=allocated - self._kv_pool - self._workspace + kept_free,
             weights_bytes=self._weights,
-            graphs_bytes=graphs,
+            graphs_bytes=in_tensors + kept_free,
             kv_pool_bytes=self._kv_pool,
             workspace_bytes=self._workspace,
-            cached_bytes=reserved - allocated - graphs,
+            cached_bytes=reserved - allocated - kept_free,
             non_torch_bytes=max(total - free - reserved - self._others, 0),
             others_bytes=self._others,
             total_bytes=total,

@@ -23,7 +23,7 @@ from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
 from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
-from .device import find_device
+from .device import find_device, make_current
 from .executor import TorchExecutor
 from .forward_pass import ForwardPass
 from .layout import KVLayout
@@ -58,6 +58,7 @@ class RealEngine:
         """
         self.settings = settings
         self.device = find_device(settings.device)
+        make_current(self.device)
         self.config = DecoderConfig.of(settings.shape, settings.source)
         self.dtype = dtype_name(settings.shape.dtype if settings.dtype == "auto" else settings.dtype)
         self.tokens = TokenBook(requests, seed=settings.seed, vocab_size=settings.shape.vocab_size)
@@ -80,19 +81,21 @@ class RealEngine:
             OutOfMemoryError: the pool or the workspace does not fit.
         """
         engine, shape, settings = core.config, self.config.shape, self.settings
+        make_current(self.device)
         if engine.kv_groups:
             raise ConfigError(
                 f"{shape.name} has {len(engine.kv_groups)} attention groups, each with a block table of its own; executor torch serves "
                 "from one: use engine_version 0.9.2, which keeps every token of every layer, or simulate"
             )
         ops = Ops(self.device)
-        splits = decode_splits(self.config, engine, self.device)
+        seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
+        splits = tuple(decode_splits(self.config, engine, self.device, count + 1) for count in range(seqs))
         most = settings.micro_batch_tokens
         room = settings.workspace_bytes or workspace_bytes(
             self.config,
             engine if most is None else _at_most(engine, most),
             element_bytes=torch.empty(0, dtype=self._torch_dtype).element_size(),
-            num_splits=splits,
+            splits=splits,
             twins=ops.meant == "torch",
         )
         layout = KVLayout(
@@ -108,14 +111,12 @@ class RealEngine:
         workspace = Workspace(room, self.device, budget=self._budget)
         if ops.meant == "torch":
             ops.scratch = workspace
-        mover = None
-        if engine.num_cpu_blocks:
-            mover = BlockMover(pool, CpuBlockPool(layout, engine.num_cpu_blocks), ops)
-        tier = None
-        if engine.num_cpu_prefix_blocks:
-            tier = BlockMover(pool, CpuBlockPool(layout, engine.num_cpu_prefix_blocks), ops)
+        mover, tier = (
+            BlockMover(pool, CpuBlockPool(layout, count, pinned=self.device.type == "cuda"), ops) if count else None
+            for count in (engine.num_cpu_blocks, engine.num_cpu_prefix_blocks)
+        )
         forward = ForwardPass(
-            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, num_splits=splits),
+            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, splits=splits),
             pool,
             workspace,
             self._buffers(engine),
@@ -123,6 +124,8 @@ class RealEngine:
             sampling=settings.sampling,
             most_tokens=most,
         )
+        if self.device.type == "cuda":
+            forward.warm_up()
         self._capture(forward, engine)
         index = len(self.executors)
         executor = TorchExecutor(
@@ -173,7 +176,7 @@ class RealEngine:
             "workspace_bytes": forward.workspace.num_bytes,
         }
         if self.device.type == "cuda":
-            graphs = 0 if forward.graphs is None else forward.graphs.captured_bytes
+            graphs = (0, 0) if forward.graphs is None else forward.graphs.allocator_bytes
             return CudaMemoryReader(self.device, graphs_bytes=graphs, others_bytes=self.settings.others_bytes, **sizes)
         tensors = [*self.weights.tensors, *forward.buffers.tensors, forward.pool.scales, forward.model.rope_table]
         return CpuMemoryReader(tensors, limit_bytes=self.settings.memory_limit_bytes, **sizes)

@@ -318,7 +318,7 @@ def test_every_embedded_profile_says_where_it_comes_from_and_how_good_it_is(name
     assert (host["step_us"], host["seq_us"]) == (0.0, 0.0), "kernels only: no run was looked at"
     assert "not fitted" in host["origin"]
     assert 0 < profile.data["error"]["held_out"]["median"] <= 0.05
-    assert profile.data["error"]["held_out"]["p95"] <= 0.152
+    assert profile.data["error"]["held_out"]["p95"] <= 0.15
     assert all(len(drawn) == 40 for drawn in profile.data["samples"].values())
     assert profile.data["samples"].keys() == profile.data["intervals"].keys() != set()
     assert "/" not in profile.data["provenance"]["command"].replace("SYSTEM/", "")

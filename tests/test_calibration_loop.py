@@ -244,11 +244,9 @@ def test_the_loop_is_within_ten_per_cent_on_an_idle_machine(tmp_path: Path) -> N
 
 
 @pytest.mark.gpu
-def test_the_loop_closes_on_a_gpu(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    assert main(["--device", "cuda", "--budget", "120s", "--out", str(tmp_path / "loop")]) == 0
+@pytest.mark.slow
+def test_the_loop_closes_on_a_gpu(cuda_device: str, tmp_path: Path) -> None:
+    assert main(["--device", cuda_device, "--budget", "120s", "--out", str(tmp_path / "loop")]) == 0
 
 
 def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,6 +248,7 @@ def test_rungs_that_are_not_lossy_leave_answers_alone(action):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vllm-v1", "vllm-v0", "sglang", "ladder"])
 def test_both_worlds_decide_alike_on_a_gpu(name, cuda_device):
     for scenario in SCENARIOS.values():

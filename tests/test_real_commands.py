@@ -285,6 +285,7 @@ def test_validate_refuses_what_it_does_not_know(flags, words, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_validate_is_green_on_a_gpu(cuda_device, tmp_path):
     assert main(["validate", "--device", cuda_device, "--out", str(tmp_path)]) == 0
 

@@ -29,7 +29,7 @@ STAGES = 3
 """Tiles in flight: one whose block ids, one whose K and V are on their way, one that is used."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])  # what differs from batch to batch is compiled once
 def decode_attention_kernel(
     query_ptr,  # [num_seqs, num_q_heads, head_dim]
     cache_ptr,  # [num_blocks + 1, 2, block_size, num_kv_heads, head_dim], one layer; uint8 when fp8

@@ -38,7 +38,7 @@ class Launch:
     """Warps of 32 threads a program."""
 
     def run(self) -> None:
-        """Launch it on the current stream of the tensors' device (or run it in the interpreter)."""
+        """Launch it on the current stream of the current device, which must be the tensors' (or run it in the interpreter)."""
         self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps)
 
 

@@ -18,8 +18,11 @@ import triton.language as tl
 
 from .launch import Launch, next_power_of_2
 
+SPLITS = 8
+"""Splits of a tile: the same for any number of splits, so that one kernel serves all."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_splits_kernel(
     part_ptr,  # [num_seqs, num_q_heads, num_splits, head_dim] float32
     lse_ptr,  # [num_seqs, num_q_heads, num_splits] float32, base 2
@@ -66,7 +69,7 @@ def merge_splits_launch(partial_out: Any, partial_lse: Any, out: Any) -> Launch:
         constants={
             "NUM_HEADS": num_heads,
             "HEAD_DIM": head_dim,
-            "BLOCK_S": min(16, next_power_of_2(num_splits)),
+            "BLOCK_S": SPLITS,
             "BLOCK_D": next_power_of_2(head_dim),
         },
         num_warps=2,

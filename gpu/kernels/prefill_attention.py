@@ -46,7 +46,8 @@ def find_sequence(starts_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit
+# What differs from step to step is compiled once: behind the decodes of a batch, rows begin anywhere.
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"], do_not_specialize_on_alignment=["table_ptr", "length_ptr"])
 def prefill_attention_kernel(
     query_ptr,  # [num_tokens, num_q_heads, head_dim]
     cache_ptr,  # [num_blocks + 1, 2, block_size, num_kv_heads, head_dim], one layer; uint8 when fp8

@@ -20,7 +20,7 @@ from .elementwise import check_rms_norm
 from .launch import Launch, next_power_of_2, warps_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # it differs from step to step, and is compiled once
 def rms_norm_kernel(
     input_ptr,  # [num_rows, size]
     residual_ptr,  # [num_rows, size]; read and written with HAS_RESIDUAL

@@ -91,15 +91,47 @@ def rest_prompts(scheduler: Scheduler, draft: Draft) -> None:
 
 
 def rest_decodes(scheduler: Scheduler, draft: Draft, most: int) -> None:
-    """Let at most so many decodes into the step, those first whose last token is oldest, of them those with the fewest tokens."""
+    """Let at most so many decodes into the step, those first whose last token is oldest, of them those with the fewest tokens.
+
+    The decode set computes as one, so who rests leaves it. Of those who go on, whoever gets from the step just what growth of the set
+    would give them joins it; the rest are served by themselves.
+    """
     decode = scheduler.decode
     late = [request for request in scheduler.catching_up.values() if not is_prompt(request)]
     if len(decode) + len(late) <= most:
         return
-    for request in list(decode):  # the set computes as one: who may rest is not in it
-        decode.leave(request)
-        scheduler.catching_up[request.order] = request
-        late.append(request)
-    scheduler.catching_up = dict(sorted(scheduler.catching_up.items()))
-    late.sort(key=lambda request: (request.last_token_fs or 0, request.num_output_tokens, request.order))
-    draft.resting |= {request.order for request in late[most:]}
+    turns = [
+        (request.last_token_fs or 0, request.num_tokens - request.spec.input_tokens, request.order, request)
+        for request in late
+    ]
+    turns += [
+        (decode.last_token_fs(request), decode.known(request) - request.spec.input_tokens, request.order, request)
+        for request in decode
+    ]
+    turns.sort()
+    draft.decodes_rest = True
+    draft.resting |= {order for _, _, order, _ in turns[most:]}
+    steady = {order for _, _, order, request in turns[:most] if _only_grows(scheduler, request)}
+    catching_up: dict[int, Request] = {}
+    somebody_is_alone = False
+    for order, request in scheduler.running.items():
+        if order in steady and not (somebody_is_alone and decode.needs_block(request)):
+            if not request.decoding:
+                decode.join(request)
+            continue
+        if request.decoding:
+            decode.leave(request)
+        catching_up[order] = request
+        # Blocks are taken in order of admission, but by the set before all who are alone.
+        somebody_is_alone = somebody_is_alone or order not in draft.resting
+    scheduler.catching_up = catching_up
+
+
+def _only_grows(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a decode neither copies a shared block, nor slides, nor fills a block that others may find, and has not ended."""
+    holdings = scheduler.holdings
+    if holdings.windows or request.spec.forking is not None or request.ended_fs is not None:
+        return False
+    return request.num_registered >= request.keys.num_shared or not holdings.has_to_register(
+        request, scheduler.decode.computed(request) + 1
+    )

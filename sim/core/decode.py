@@ -59,6 +59,17 @@ class DecodeSet:
         """Prompt and sampled tokens; a member has exactly one that is not computed."""
         return request.anchor + self.clock + 1 if request.decoding else request.num_tokens
 
+    def last_token_fs(self, request: Request) -> int:
+        """When a request that has a token got its latest."""
+        if request.decoding and request.order not in self._fresh:
+            return self.last_end_fs
+        assert request.last_token_fs is not None
+        return request.last_token_fs
+
+    def needs_block(self, request: Request) -> bool:
+        """Whether the next token of a request that holds just what its computed tokens need begins a block."""
+        return self.computed(request) % self.block_size == 0
+
     @property
     def context_tokens(self) -> int:
         """Sum over members of the KV length that the next step reads, its new tokens included."""
@@ -103,11 +114,13 @@ class DecodeSet:
     def leave(self, request: Request) -> None:
         """Remove a member and store its token counts."""
         self._settle(request)
-        request.num_computed_tokens = self.computed(request)
+        request.num_computed_tokens = request.anchor + self.clock
         request.num_tokens = request.num_computed_tokens + 1
         request.decoding = False
         if self._fresh.pop(request.order, None) is None:
-            request.decode_spans[-1] = (request.decode_spans[-1][0], self.clock)
+            start, _ = request.decode_spans.pop()
+            if start < self.clock:
+                request.decode_spans.append((start, self.clock))
             request.last_token_fs = self.last_end_fs
         self.version += 1
         del self._by_residue[-request.anchor % self.block_size][request.order]

@@ -62,6 +62,8 @@ class Draft:
     released: list[tuple[str, list[int]]] = field(default_factory=list)
     resting: frozenset[int] = frozenset()
     """Running requests that take no part in the step, by admission order."""
+    decodes_rest: bool = False
+    """Whether decodes are among them, so that the next step has others."""
     prompt_budget: int = 1 << 62
     """Prompt tokens that the step may still take."""
     prompts_left: int = 1 << 62

@@ -132,9 +132,18 @@ class Holdings:
 
     def register(self, request: Request, computed_tokens: int) -> None:
         """Make blocks that will be full after this step findable at once: whoever finds them is computed after them."""
-        if not self.reuses(request):
-            return
-        self._register_upto(request, min(computed_tokens // self.config.block_size, request.keys.num_shared))
+        if self.reuses(request):
+            self._register_upto(request, self._findable_by_others(request, computed_tokens))
+
+    def has_to_register(self, request: Request, computed_tokens: int) -> bool:
+        """Whether `register` may find something to do."""
+        return (
+            self.config.enable_prefix_caching
+            and self._findable_by_others(request, computed_tokens) > request.num_registered
+        )
+
+    def _findable_by_others(self, request: Request, computed_tokens: int) -> int:
+        return min(computed_tokens // self.config.block_size, request.keys.num_shared)
 
     def publish(self, request: Request, computed_tokens: int) -> None:
         """Make all full blocks of a running request findable: for one that has gone on as a copy of it, and waits."""

@@ -76,13 +76,7 @@ class BlockKeys:
     def keys(self, start: int, stop: int) -> list[int]:
         """Keys of blocks [start, stop)."""
         shared_stop = min(stop, self._num_named)
-        keys: list[int] = []
-        if start < shared_stop:
-            chains, block_size, span = self._shared_chains(), self._block_size, self._spec.content_block_tokens
-            keys = [
-                chains[((index + 1) * block_size - 1) // span] << _INDEX_BITS | index
-                for index in range(start, shared_stop)
-            ]
+        keys = self._named_keys(start, shared_stop) if start < shared_stop else []
         sampled_stop = min(stop, self.num_shared)
         if max(start, shared_stop) < sampled_stop:
             base = self._prompt_chain() << _INDEX_BITS
@@ -98,6 +92,20 @@ class BlockKeys:
                     first_private = min(until, stop)
             base = self._private << _INDEX_BITS
             keys += range(base + first_private, base + stop)
+        return keys
+
+    def _named_keys(self, start: int, stop: int) -> list[int]:
+        """Of blocks [start, stop) that lie in named content: the chain that a block ends in, and its place."""
+        chains, block_size, span = self._shared_chains(), self._block_size, self._spec.content_block_tokens
+        if span < 4 * block_size:  # a range for each content would cost more than a number for each block
+            return [
+                chains[((index + 1) * block_size - 1) // span] << _INDEX_BITS | index for index in range(start, stop)
+            ]
+        keys: list[int] = []
+        for content in range(((start + 1) * block_size - 1) // span, (stop * block_size - 1) // span + 1):
+            base, end = chains[content] << _INDEX_BITS, min((content + 1) * span // block_size, stop)
+            keys += range(base + start, base + end)
+            start = end
         return keys
 
     def follow(self, source: BlockKeys, block: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 from .clock import to_fs
 from .config import ConfigError
@@ -65,15 +66,19 @@ def courses(
         else ((now_fs + to_fs(each.duration_s), each.priority), (None, DEFAULT_PRIORITY))
         for each in ranges
     ]
-    made: list[Course] = []
+    edges = {0, input_tokens}
+    for each in ranges:
+        first = input_tokens if each.output else 0
+        edges |= {first + each.start} if each.end is None else {first + each.start, first + each.end}
+    stops = sorted({min(-(-token // block_size), num_blocks) for token in edges} | {num_blocks})
+    made: list[list[Course]] = []
     course: Course = ((None, 0),)
-    for place in reversed(range(num_blocks)):
-        token = place * block_size
+    for start, stop in reversed(list(pairwise(stops))):  # the same ranges cover the first tokens of blocks [start, stop)
+        token = start * block_size
         wanted = next((own[i] for i, each in enumerate(ranges) if each.covers(token, input_tokens)), plain)
-        if wanted is not course:
-            course = higher(course, wanted)
-        made.append(course)
-    return made[::-1]
+        course = higher(course, wanted)
+        made.append([course] * (stop - start))
+    return list(chain.from_iterable(reversed(made)))
 
 
 def higher(one: Course, other: Course) -> Course:

@@ -44,7 +44,7 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
     emptier, and the stretch ends before that if somebody waits. Where prompts go first, they are tried between the two.
     """
     stands_still = not scheduler.catching_up and scheduler.steady
-    if draft.shares or draft.changed_queue or not (stands_still or draft.turn_left):
+    if draft.shares or draft.changed_queue or draft.decodes_rest or not (stands_still or draft.turn_left):
         return 1
     limit = scheduler.decode.steps_to_completion() or 1
     if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapped):

@@ -85,7 +85,7 @@ def composed_terms(
         overlap=attention.overlap,
         decode_skew=skew(kernels, "decode_skew", model.attention[0].kv_heads_per_rank(tp)),
         mixed_skew=skew(kernels, "mixed_skew", model.attention[0].kv_heads_per_rank(tp)),
-        chunk_launch_s=layers * attention.prefill.z[0][0],
+        chunk_launch_s=layers * attention.launch_s,
         gap_s=profile.gap_s(layers, tp),
         **profile.host_s(),
         samples=samples(profile, f"gemm_{dtype}"),

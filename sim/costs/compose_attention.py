@@ -26,6 +26,8 @@ class LayerAttention:
     """Attention of one layer on one rank, in seconds; terms as in `StepTerms`."""
 
     prefill: Grid
+    launch_s: float
+    """Part of a chunk that several chunks in one call pay once."""
     decode: Grid
     mixed: Grid
     tile_s: float
@@ -64,8 +66,10 @@ def layer_attention(
     wave_tiles = device.sm_count / heads if kernels.get("stairs") else 0.0
     if kind.window is not None:
         notes.append("sliding-window layers are priced as if they read every token, too dear for long contexts")
+    prefill = _prefill(entry, heads, device, stairs=wave_tiles > 0)
     return LayerAttention(
-        prefill=_prefill(entry, heads, device, stairs=wave_tiles > 0),
+        prefill=prefill,
+        launch_s=_launch_s(prefill, entry["prefill"].get("narrow_up_to", 0)),
         decode=decode,
         mixed=mixed,
         tile_s=float(entry.get("mixed_tile_us", 0.0)) * _US * heads / entry["heads"],
@@ -108,6 +112,13 @@ def _prefill(entry: Mapping[str, Any], heads: int, device: Gpu, *, stairs: bool)
         busy = waves / ceil(waves) if stairs else min(1.0, waves)
         rows.append(tuple(whole_s + chunk * context * pair_s / busy for context in CONTEXTS))
     return Grid(tuple(map(float, chunks)), tuple(map(float, CONTEXTS)), tuple(rows))
+
+
+def _launch_s(prefill: Grid, narrow_up_to: int) -> float:
+    """The shortest call. Where calls of a few tokens run with a narrower tile: the shortest of the wide tile, for chunks that share a
+    call with others run with that.
+    """
+    return min(row[0] for chunk, row in zip(prefill.x, prefill.z, strict=True) if chunk > narrow_up_to)
 
 
 def times(table: Grid, factor: float) -> Grid:

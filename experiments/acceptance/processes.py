@@ -1,0 +1,113 @@
+"""The two stages that are other commands: the tests marked `gpu`, and `kvtwin validate` in several processes at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from .job import Job, SkippedError
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = 8
+"""Processes at once, at most: the device is shared by them, and most of their time goes to compiling and to the host."""
+SMALL_TESTS = ("test_real_device.py",)
+
+
+def run_tests(job: Job) -> None:
+    """The tests marked `gpu`, those apart that are stages of their own."""
+    folder = ROOT / "tests"
+    if not folder.is_dir() or importlib.util.find_spec("pytest") is None:
+        raise SkippedError("there are no tests, or no pytest, in this installation")
+    marked = [
+        file for file in sorted(folder.glob("test_*.py")) if "pytest.mark.gpu" in file.read_text(encoding="utf-8")
+    ]
+    if job.small:
+        marked = [file for file in marked if file.name in SMALL_TESTS]
+    junit = job.out.with_suffix(".xml")
+    command = [
+        sys.executable, "-m", "pytest", "-m", "gpu and not slow and not benchmarks", "-q", "-p", "no:cacheprovider",
+        "-W", "default",  # another release of torch may warn of other things: no bar
+        f"--junitxml={junit}", *map(str, marked),
+    ]  # fmt: skip
+    workers = _workers()
+    if importlib.util.find_spec("xdist") is not None and not job.small:
+        command += ["-n", str(workers)]
+    job.note(selected="gpu and not slow and not benchmarks", files=[file.name for file in marked])
+    environment = {**os.environ, **({"REQUIRE_GPU": "1"} if job.cuda else {})}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    try:
+        process.wait(max(job.left_s - 20, 1))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # pytest then writes down what it has
+        process.wait(15)
+        job.fail("the tests did not end in time")
+    if not junit.is_file():
+        job.fail(f"pytest wrote nothing; exit code {process.returncode}")
+        return
+    found = read_junit(junit)
+    job.note(**found)
+    job.fail(*found["failed"])
+    if job.cuda and not found["passed"]:
+        job.fail("no test was run")
+
+
+def read_junit(junit: Path) -> dict[str, Any]:
+    """Counts, and the first line of every failure, of a JUnit file."""
+    cases = list(ElementTree.parse(junit).getroot().iter("testcase"))
+    failed = []
+    for case in cases:
+        for problem in (*case.iter("failure"), *case.iter("error")):
+            message = (problem.get("message") or "").partition("\n")[0]
+            failed.append(f"{case.get('classname')}::{case.get('name')}: {message[:300]}")
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
+
+
+def run_validate(job: Job) -> None:
+    """All scenarios under all presets, the scenarios dealt out over several processes."""
+    from ..validation import SCENARIOS, Cell
+
+    names = list(SCENARIOS)[:1] if job.small else list(SCENARIOS)
+    workers = min(_workers(), len(names))
+    folder = job.out.parent / "validate"
+    running = [
+        _validate(job, names[turn::workers], folder / str(turn), ["--preset", "vllm-v1"] if job.small else [])
+        for turn in range(workers)
+    ]
+    for turn, process in enumerate(running):
+        try:
+            process.wait(max(job.left_s - 10, 1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            job.fail(f"process {turn} of {workers} did not end in time: {', '.join(names[turn::workers])}")
+    cells: list[Cell] = []
+    for turn, process in enumerate(running):
+        file = folder / str(turn) / "validate.json"
+        if file.is_file():
+            cells += [Cell(**cell) for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]]
+        elif process.returncode not in (0, -signal.SIGKILL):
+            job.fail(f"process {turn} of {workers} ended with exit code {process.returncode} and no verdict")
+    wrong = [f"{cell.scenario} under {cell.preset}: {cell.error or 'differs'}" for cell in cells if not cell.ok]
+    job.note(cells=len(cells), well=len(cells) - len(wrong), steps=sum(cell.facts.get("steps", 0) for cell in cells))
+    job.fail(*wrong)
+
+
+def _validate(job: Job, scenarios: list[str], out: Path, more: list[str]) -> subprocess.Popen[bytes]:
+    flags = [flag for name in scenarios for flag in ("--scenario", name)]
+    run = "import sys; from experiments.cli import main; sys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", run, "validate", "--device", job.device, "--out", str(out), *flags, *more], cwd=ROOT
+    )
+
+
+def _workers() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(WORKERS, cores // 2))

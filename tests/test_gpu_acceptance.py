@@ -1,0 +1,164 @@
+"""The acceptance run of a GPU, tried on the CPU: stages in processes of their own, limits, what is kept, the verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import gpu_acceptance
+from experiments.acceptance.job import Job
+from experiments.acceptance.pressure import PressureSettings, run_pressure
+from experiments.acceptance.processes import read_junit
+from experiments.acceptance.stages import BARRED, COPY_SHARE, STAGES
+from experiments.acceptance.stages import main as stage_main
+from experiments.gpu_acceptance import accept, main
+from gpu.bench import DECODE_SHAPES
+
+REQUIRED = [name for name, stage in STAGES.items() if stage.required]
+
+
+def verdict(out: Path) -> dict:
+    return json.loads((out / "acceptance.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_the_whole_run_on_the_cpu_asks_every_question(tmp_path, capsys):
+    only = [flag for name in REQUIRED for flag in ("--only", name)]
+    code = main(["--device", "cpu", "--small", "--budget", "10m", "--out", str(tmp_path), *only])
+    found = verdict(tmp_path)
+    assert code == 0, found["stages"]
+    assert found["ok"]
+    assert list(found["stages"]) == REQUIRED
+    assert found["not_reached"] == []
+    assert found["provenance"]["command"].startswith("python -m experiments.gpu_acceptance --device cpu --budget 10m")
+    assert found["provenance"]["torch"]
+    assert found["stages"]["decode"]["skipped"] == "kernels are timed on CUDA devices only"
+    assert found["stages"]["tests"]["facts"]["skipped"] > 0  # there is no GPU
+    assert found["stages"]["validate"]["facts"]["cells"] == found["stages"]["validate"]["facts"]["well"] == 1
+    assert found["stages"]["kernels"]["facts"]["compiled"][0]["target"] == "sm_90"
+    assert found["stages"]["pressure"]["facts"]["allocator_calls"] == 0
+    assert "all bars are met" in capsys.readouterr().out
+
+
+def test_ten_thousand_steps_in_small_leak_nothing_and_allocate_nothing():
+    figures, missed = run_pressure(PressureSettings.of("cpu", small=True))
+    assert missed == []
+    assert figures["steps"] >= 120
+    assert figures["metered_steps"] > 20
+    assert (figures["leaked_blocks"], figures["allocator_calls"], figures["oom_steps"]) == (0, 0, 0)
+    assert figures["preemptions"] > 0
+    assert sum(each["steps"] for each in figures["step_ms"].values()) == figures["steps"]
+
+
+def test_a_run_that_is_broken_off_says_how_far_it_came():
+    figures, missed = run_pressure(PressureSettings.of("cpu", small=True, limit_s=1e-6))
+    assert not figures["finished"]
+    assert missed[0] == "broken off after 1e-06 s"
+    assert "0 steps of 120" in missed
+
+
+def test_the_bars_are_those_that_are_measured():
+    assert set(BARRED) <= set(DECODE_SHAPES)
+    assert (BARRED, COPY_SHARE) == (((64, 8192), (128, 4096)), 0.85)
+    assert list(STAGES)[:4] == ["machine", "decode", "tests", "pressure"]
+
+
+def test_a_stage_that_does_not_end_is_ended_and_what_it_knows_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        STAGES, "kernels", type(STAGES["kernels"])(question="?", limit_s=0.3, run=STAGES["kernels"].run)
+    )
+    assert not accept("cpu", tmp_path, 60.0, only=["kernels"], small=True, command="it")
+    stage = verdict(tmp_path)["stages"]["kernels"]
+    assert stage["failures"] == ["not done after 0 s"]
+    assert not stage["finished"]
+    assert stage["seconds"] < 10
+    assert verdict(tmp_path)["not_reached"] == [name for name in REQUIRED if name != "kernels"]
+
+
+def test_the_same_folder_goes_on_and_named_stages_are_run_anew(tmp_path, monkeypatch, capsys):
+    carried: list[str] = []
+
+    def carry_out(name, stage, device, out, limit_s, *, small):
+        carried.append(name)
+        job = Job(device=device, out=out / f"{name}.json", limit_s=limit_s, finished=name != "pressure")
+        job.fail(*(["broken"] if name == "pressure" else []))
+        return json.loads(job.out.read_text(encoding="utf-8"))
+
+    monkeypatch.setattr(gpu_acceptance, "_carry_out", carry_out)
+    assert not accept("cpu", tmp_path, 60.0, command="first")
+    assert carried == list(STAGES)
+    carried.clear()
+    assert not accept("cpu", tmp_path, 60.0, command="second")
+    assert carried == ["pressure"]  # it had not ended
+    carried.clear()
+    accept("cpu", tmp_path, 60.0, only=["decode"], command="third")
+    assert carried == ["decode"]
+    carried.clear()
+    accept("cpu", tmp_path, 0.0, command="fourth")
+    assert carried == []
+    assert "pressure: not reached" in capsys.readouterr().out
+    assert verdict(tmp_path)["not_met"] == ["pressure"]
+
+
+def test_a_stage_that_is_skipped_is_a_bar_not_met_on_a_gpu(tmp_path, monkeypatch):
+    def carry_out(name, stage, device, out, limit_s, *, small):
+        return {
+            "finished": True,
+            "failures": [],
+            "skipped": "why not" if name == "tests" else "",
+            "facts": {},
+            "seconds": 0,
+        }
+
+    monkeypatch.setattr(gpu_acceptance, "_carry_out", carry_out)
+    for name in ("cpu", "gpu"):
+        (tmp_path / name).mkdir()
+    assert accept("cpu", tmp_path / "cpu", 60.0, command="it")
+    assert not accept("cuda", tmp_path / "gpu", 60.0, command="it")
+    assert verdict(tmp_path / "gpu")["not_met"] == ["tests"]
+
+
+def test_an_error_in_a_stage_is_a_bar_not_met(tmp_path, monkeypatch):
+    def fails(job: Job) -> None:
+        job.note(seen=1)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setitem(STAGES, "decode", type(STAGES["decode"])(question="?", limit_s=1, run=fails))
+    out = tmp_path / "decode.json"
+    assert stage_main(["decode", "--device", "cpu", "--out", str(out), "--limit", "9"]) == 1
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["finished"]
+    assert found["facts"] == {"seen": 1}
+    assert found["failures"] == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
+
+
+def test_counts_and_failures_are_read_from_what_pytest_wrote(tmp_path):
+    file = tmp_path / "junit.xml"
+    file.write_text(
+        '<testsuites><testsuite><testcase classname="t.a" name="good"/><testcase classname="t.a" name="bad">'
+        '<failure message="assert 1 == 2&#10;more">long</failure></testcase><testcase classname="t.b" name="no">'
+        '<skipped message="why"/></testcase></testsuite></testsuites>',
+        encoding="utf-8",
+    )
+    assert read_junit(file) == {"passed": 1, "skipped": 1, "failed": ["t.a::bad: assert 1 == 2"]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device", "cpu"], "--device is cpu, which has nothing to accept; add --small"),
+        (["--device", "tpu"], "device is 'tpu'"),
+        (["--device", "cpu", "--small", "--budget", "never"], "--budget is 'never'"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(flags, words, tmp_path, capsys):
+    assert main([*flags, "--out", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1
+    taken = tmp_path / "taken"
+    taken.write_text("notes", encoding="utf-8")
+    assert main(["--device", "cpu", "--small", "--out", str(taken)]) == 2
+    assert "is a file; a folder is needed" in capsys.readouterr().err
