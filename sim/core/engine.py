@@ -180,14 +180,15 @@ class EngineCore(EngineFacts):
         room = None if max_repeat == 1 else self._pressure.blocks_until_change()
         if lag is not None and (after_pause or lag.has_news or self._passed):
             room = None
-        if room is not None and self._offload is not None:
-            room = self._offload.saves.blocks_until_next(room)
+        taken = None if room is None or self._offload is None else self._offload.saves.blocks_until_next()
+        if self._offload is not None and taken is None:
+            room = None
         step, shape = scheduler.steps_done, shape_of(draft, scheduler, self._decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
-            repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
+            repeat=1 if room is None else steps_alike(draft, scheduler, room, taken, max_repeat),
             start_fs=now_fs,
             shape=replace(shape, after_pause=True) if after_pause else shape,
             copies=tuple(self._decisions.copied),

@@ -48,6 +48,10 @@ class Growth:
         """
         return self.decode.steps_that_fit(free_blocks, 1, limit)
 
+    def steps_taking(self, blocks: int, limit: int) -> int:
+        """How many of the steps 1, 2, … from now, at most `limit`, take no more than so many blocks in all."""
+        return self.decode.steps_that_fit(blocks, 1, limit)
+
     def slide(self, ahead: int, elapsed_fs: int, now_fs: int) -> list[tuple[str, list[int]]]:
         """Take back what slides out of the members' windows in the step `ahead` steps from now, `elapsed_fs` after the start of the plan
         that is out; returns `(request_id, block_ids)`.
@@ -146,6 +150,19 @@ class GroupGrowth(Growth):
         while steps < limit:
             free_blocks -= taken[steps % turn] - sure[steps % turn]
             if free_blocks < 0:
+                break
+            steps += 1
+        return steps
+
+    def steps_taking(self, blocks: int, limit: int) -> int:
+        """In a turn each member takes the same number of blocks."""
+        turn = lcm(*self._sizes)
+        in_a_turn = len(self.decode) * sum(turn // size for size in self._sizes)
+        turns = min(blocks // in_a_turn, limit // turn) if in_a_turn else limit // turn
+        steps, blocks = turns * turn, blocks - turns * in_a_turn
+        while steps < limit:
+            blocks -= sum(len(groups) for _, groups in self._needing(steps + 1))
+            if blocks < 0:
                 break
             steps += 1
         return steps

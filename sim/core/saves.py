@@ -22,6 +22,9 @@ LOOK_AHEAD_BLOCKS = 256
 STEPS_AT_ONCE = 4
 """For how many steps write-back saves when it saves: each save ends a stretch when it is done."""
 
+NO_LIMIT = 1 << 62
+"""More blocks than ever are taken."""
+
 Save = tuple[int, tuple[tuple[int, int], ...]]
 """`(fence, (device block, CPU block) pairs)`."""
 
@@ -103,20 +106,24 @@ class Saves:
         """A copy has ended: what was found by looking ahead holds no longer."""
         self._clean_until = -1
 
-    def blocks_until_next(self, room: int) -> int | None:
-        """How many of `room` blocks may be taken before another save could begin, if nothing comes, goes or arrives; None if time alone
-        may begin one, or where windows slide, because blocks come back then that are to be saved, or make room for others.
+    def blocks_until_next(self) -> int | None:
+        """How many blocks may be taken before another save could begin, if nothing comes, goes or arrives. None if one could begin though
+        none is taken: time may change the order, or blocks that slide out of windows may be due, or make room for what was put off.
         """
         pool = self._pool
-        if self._slides and (self._write_back or self.save_all or self._completed):
+        if self._slides and (self.save_all or self._completed):
             return None
-        if not self._write_back or pool.num_free - pool.num_set_aside < 2 or not self._tier.num_obtainable:
-            return room
-        if pool.order_changes:
+        if not self._write_back or not self._tier.num_obtainable:
+            return NO_LIMIT
+        if pool.num_free - pool.num_set_aside < 2:
+            return None if self._slides else NO_LIMIT
+        if pool.order_changes or (self._slides and not pool.queues_at_the_end):
             return None
         if pool.num_taken > self._clean_until or not pool.queues_at_the_end:
             self._look_ahead()
-        return min(room, max(self._clean_until - pool.num_taken, 0))
+        if self._slides and pool.num_taken > self._clean_until:
+            return None  # so few blocks are free that whatever joins them is due
+        return max(self._clean_until - pool.num_taken, 0)
 
     def _look_ahead(self) -> None:
         """Find out how many blocks can be taken before one that is not saved is next. Where blocks join the free queue at its end,
