@@ -7,9 +7,7 @@ Source: vLLM `benchmarks/serve.py`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,25 +16,41 @@ from sim.workload import read_trace
 from .errors import CalibrationError
 from .runs import RecordedRun
 from .tent import Array
+from .text_files import numbers, read_object
 
 NEEDED = ("ttfts", "itls", "input_lens", "output_lens", "start_times")
 
 
 def read_bench(path: Path) -> RecordedRun:
     """The run in a bench result file. Raises: CalibrationError for one without details or provenance; TraceError; OSError."""
-    try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CalibrationError(f"{path}: not JSON: {error}") from error
-    missing = [name for name in NEEDED if not isinstance(document, dict) or not isinstance(document.get(name), list)]
+    document = read_object(path)
+    missing = [name for name in NEEDED if not isinstance(document.get(name), list)]
     if missing:
         raise CalibrationError(
             f"{path}: no array {missing[0]!r}; run `vllm bench serve` with --save-result and --save-detailed, and vLLM 0.10 or later"
         )
     if not document.get("model_id"):
         raise CalibrationError(f"{path}: it does not say 'model_id'; a run of an unknown model cannot be judged")
-    trace = read_trace(path)
+    count = len(document["ttfts"])
+    for name in NEEDED:
+        if len(document[name]) != count:
+            raise CalibrationError(
+                f"{path}: {name} has {len(document[name])} values and ttfts {count}; one a request is needed"
+            )
+    for name in ("ttfts", "start_times", "output_lens"):
+        numbers(document[name], f"{path}: {name}", least=0.0)
     errors = document.get("errors") or [""] * len(document["ttfts"])
+    for place, (gaps, outputs, error) in enumerate(
+        zip(document["itls"], document["output_lens"], errors, strict=True), start=1
+    ):
+        if error or not outputs:
+            continue  # what a failed request got is not looked at
+        if not isinstance(gaps, list) or len(gaps) > outputs:
+            raise CalibrationError(
+                f"{path}: itls of request {place} is no list of the gaps between its {outputs} tokens"
+            )
+        numbers(gaps, f"{path}: itls of request {place}", least=0.0)
+    trace = read_trace(path)
     good = [i for i, outputs in enumerate(document["output_lens"]) if outputs > 0 and not errors[i]]
     start = np.asarray(document["start_times"], dtype=np.float64)[good]
     order = np.argsort(start, kind="stable")
@@ -56,6 +70,9 @@ def read_bench(path: Path) -> RecordedRun:
         e2el_s=e2el[order],
         finished_s=(start - start.min() + e2el)[order],
         itl_s=_statistics(gaps) if gaps.size else None,
+        itl_gaps_s=tuple(np.asarray(document["itls"][good[i]], dtype=np.float64) for i in order.tolist())
+        if gaps.size
+        else None,
     )
 
 

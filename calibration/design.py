@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,13 +83,15 @@ class DesignPoint:
     point: int
     """Its number; repeats of a step have the same."""
     group: str
-    """`reference`, `corner`, `space` or `moves`."""
+    """`reference`, `corner`, `space`, `moves`, or `eager` for a corner that a graph serves, without it."""
     shares: tuple[Share, ...]
     """Its sequences, decodes first."""
     copied_blocks: int = 0
     """Block copies on the device before it."""
     swapped_blocks: int = 0
     """Blocks moved between device and host before it, half of them each way."""
+    eager: bool = False
+    """Launched kernel by kernel although a captured graph could serve it."""
 
     @property
     def kind(self) -> str:
@@ -117,8 +119,10 @@ class DesignPoint:
         return held + 2 * self.copied_blocks + 2 * self.swapped_blocks
 
 
-def design(limits: Limits, seed: int) -> tuple[DesignPoint, ...]:
+def design(limits: Limits, seed: int, *, graphs: bool = False) -> tuple[DesignPoint, ...]:
     """All steps, most needed first: reference, corners, space filling, moves. The same for the same limits and seed.
+
+    With `graphs`, decode steps are served by captured graphs, and the corners among them are timed without as well.
 
     Steps that the pool has no room for, and steps that occur twice, are left out. The first is the reference step.
     """
@@ -136,8 +140,14 @@ def design(limits: Limits, seed: int) -> tuple[DesignPoint, ...]:
     if not found or found[0].group != "reference":
         raise CalibrationError(
             f"a pool of {limits.num_gpu_blocks} blocks of {limits.block_size} tokens has no room for the reference step; "
-            "raise --num-gpu-blocks-override or lower --max-num-seqs"
+            "lower --max-num-seqs or --max-model-len"
         )
+    if graphs:
+        decodes = [point for point in found if point.group == "corner" and point.kind == "decode"]
+        found += [
+            replace(point, point=number, group="eager", eager=True)
+            for number, point in enumerate(decodes, start=len(found))
+        ]
     return tuple(found)
 
 
@@ -145,7 +155,7 @@ def pass_order(points: tuple[DesignPoint, ...], seed: int, number: int) -> list[
     """The points of one pass: groups in order, shuffled within a group, differently in each pass."""
     rng = np.random.default_rng([seed, number])
     ordered: list[DesignPoint] = []
-    for group in ("corner", "space", "moves"):
+    for group in ("corner", "space", "moves", "eager"):
         mine = [point for point in points if point.group == group]
         ordered += [mine[i] for i in rng.permutation(len(mine)).tolist()]
     return ordered

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .fit_memory import LINES, predict_workspace
+from sim.memory.measured import STEP_TERMS
+
+from .fit_memory import predict_workspace
 from .plots import BLUE, GREEN, GREY, RED, Series, against, dots, page_frame, table
 from .quality import assess
 from .run_points import Points, points_of
@@ -102,11 +104,11 @@ def _memory(points: Points, memory: Mapping[str, Any]) -> str:
         for name, value in memory["always"].items()
     ]
     phases = [
-        f"<tr><td>phase {number}</td>" + "".join(f"<td>{phase[name]:,.1f}</td>" for name in LINES) + "</tr>"
+        f"<tr><td>phase {number}</td>" + "".join(f"<td>{phase[name]:,.1f}</td>" for name in STEP_TERMS) + "</tr>"
         for number, phase in enumerate(memory["workspace_phases"], start=1)
     ]
     return f"""{table(("always there", "bytes"), always)}
 <p>Workspace of a step: the widest of the phases below. On steps that were not used: median error {error["median"]:.2%},
 95th percentile {error["p95"]:.1%}.</p>
-{table(("bytes", *(name.removesuffix("_bytes").replace("_", " ") for name in LINES)), phases)}
+{table(("bytes", *(name.removesuffix("_bytes").replace("_", " ") for name in STEP_TERMS)), phases)}
 {against("workspace, bytes", points.workspace_bytes, predict_workspace(memory, points.shapes))}"""

@@ -21,8 +21,9 @@ from sim.scenario import Scenario
 from sim.simulation import cost_model
 
 from .errors import CalibrationError
-from .host import Correction, corrected, fit_correction, text
+from .host import Correction, CorrectionFit, corrected, fit_correction, text
 from .runs import RecordedRun
+from .split import DRAWS, SEED
 from .tent import Array
 from .twin import SimulatedRun, simulate_requests
 
@@ -64,10 +65,15 @@ def fit_requests(run: RecordedRun, scenario: Scenario, first: int, *, date: str,
     )
     document: dict[str, Any] = copy.deepcopy(dict(base.data))
     document["name"] = f"{base.name}.corrected"
+    drawn = _drawn(fit, run, simulated(fit.found), first)
     document["host"] = {
         "step_us": round(fit.found.step_s * 1e6, 2),
         "seq_us": round(fit.found.seq_s * 1e6, 3),
         "token_us": round(fit.found.token_s * 1e6, 3),
+        "samples": {
+            f"{name}_us": [round(getattr(one, f"{name}_s") * 1e6, 3) for one in drawn]
+            for name in ("step", "seq", "token")
+        },
         "origin": f"fitted to the first {first} requests of {run.name} ({run.provenance})",
     }
     errors = {
@@ -77,6 +83,8 @@ def fit_requests(run: RecordedRun, scenario: Scenario, first: int, *, date: str,
     shown = ", ".join(f"{name} {value:+.1%}" for name, value in errors["corrected"].items())
     document["error"] |= {
         **errors,
+        # What a correction leaves of requests that it was not fitted to is how far it can be trusted; no less than what was known before.
+        "misfit": max(abs(errors["corrected"]["tpot"]), document["error"].get("misfit", 0.0)),
         "end_to_end": f"corrected by {text(fit.found)} on the first {first} requests of {run.name}; on the others {shown}",
     }
     document["identifiability"] = [
@@ -86,6 +94,20 @@ def fit_requests(run: RecordedRun, scenario: Scenario, first: int, *, date: str,
     ]
     document["provenance"] |= {"date": date, "command": command, "corrected_on": asdict(fit.found) | {"run": run.name}}
     return document
+
+
+def _drawn(fit: CorrectionFit, run: RecordedRun, twin: SimulatedRun, first: int) -> list[Correction]:
+    """Corrections fitted to requests drawn with replacement from the first ones, each measured and simulated."""
+    rng = np.random.default_rng(SEED + 3)
+    found = []
+    for _ in range(DRAWS):
+        chosen = rng.integers(0, first, first)
+        pairs = ((run.tpot_s, twin.tpot_s), (run.ttft_s, twin.ttft_s))
+        off = [
+            float(np.nanmedian(simulated[chosen]) / np.nanmedian(measured[chosen])) - 1 for measured, simulated in pairs
+        ]
+        found.append(fit.drawn(np.asarray(off)))
+    return found
 
 
 def _errors(run: RecordedRun, twin: SimulatedRun, first: int) -> dict[str, float]:

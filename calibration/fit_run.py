@@ -10,18 +10,21 @@ import numpy.typing as npt
 
 from sim.catalog.gpus import gpu as gpu_called
 from sim.core.plan import BatchShape
+from sim.costs.profile_file import NORMAL_95
 
 from .document import document
 from .errors import CalibrationError
 from .fit_memory import fit_memory
-from .run_points import Points, points_of
-from .split import error_summary, held_out_mask, interval
+from .run_points import Points, eager_decode_us, points_of
+from .split import SEED, error_summary, held_out_mask, interval
 from .step_log import StepRun
-from .step_model import TERMS, TOLD_APART, StepModel, dense_knots, fit_model, told_apart, weight_samples
+from .step_model import TERMS, TOLD_APART, StepModel, dense_knots, fit_model, names, told_apart, weight_samples
 from .step_tables import tables
 
 LICENCE = "Apache-2.0"
 """Of what this project measures itself."""
+FOLDS = 5
+"""Parts of the steps, each predicted from the others."""
 UNSURE = 0.5
 """A weight whose interval is wider than this, relatively, is said to be uncertain."""
 
@@ -32,6 +35,7 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
     Raises: CalibrationError when there are too few steps to identify a term; ConfigError for an unknown GPU.
     """
     points = points_of(run)
+    eager = eager_decode_us(run, points)
     device = _device(run, gpu)
     knots = dense_knots(max(shape.num_tokens for shape in points.shapes))
     model = fit_model(points.shapes, points.time_us, knots)
@@ -40,6 +44,8 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
     about, made = run.document["model"], run.document["settings"]
     limits = run.document["limits"]
     provenance = run.document["provenance"]
+    kernels = f"triton {provenance['triton']}" if provenance["device"] == "cuda" else "torch twins of its kernels"
+    engine = f"kvtwin executor {provenance['kvtwin_version']}, torch {provenance['torch']}, {kernels}"
     return document(
         name=f"{device}.{about['name']}.tp1",
         kind="model",
@@ -55,6 +61,7 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
         host={
             "step_us": 0.0,
             "seq_us": 0.0,
+            **({} if eager is None else {"eager_decode_us": round(eager, 3)}),
             "origin": "not fitted apart: host time and gaps between kernels are in the constant of a measured step, in the dense term",
         },
         padded_sizes=[],
@@ -65,19 +72,22 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
         },
         error={**_errors(points), "end_to_end": "not yet judged end to end"},
         samples=drawn,
+        drawn_terms=[_varying(tables(one, limits["max_num_seqs"], limits["max_model_len"])) for one in draws],
         intervals={term: interval(np.asarray(factors)) for term, factors in drawn.items()},
         weights={
-            name: {"us": round(value, 5), "interval": _interval(value, [one.values[name] for one in draws])}
+            name: {
+                "us": round(value, 5),
+                "interval": _interval(value, [one.values[name] for one in draws], len(points.shapes)),
+            }
             for name, value in model.values.items()
         },
-        memory=fit_memory(points.shapes, points.workspace_bytes, run.steps, run.document["memory"]),
+        memory=fit_memory(points.shapes, points.workspace_bytes, run, engine=engine),
         quality=points.quality.as_dict(),
-        identifiability=_notes(points, model, draws),
+        identifiability=_notes(points, model, draws, run.document["memory"], eager),
         provenance={
             "source": f"measured by kvtwin's own executor, {len(run.steps)} steps in {run.spent_s:.0f} s",
             "licence": LICENCE,
-            "engine": f"kvtwin executor {provenance['kvtwin_version']}, torch {provenance['torch']}, "
-            + (f"triton {provenance['triton']}" if provenance["device"] == "cuda" else "torch twins of its kernels"),
+            "engine": engine,
             "measured_on": provenance["device_name"],
             "measured_at": provenance["date"],
             "measured_with": provenance["command"],
@@ -106,7 +116,7 @@ def _errors(points: Points) -> dict[str, Any]:
     held = held_out_mask(len(points.shapes))
     predicted = _predicted(points, ~held, held)
     measured = points.time_us[held]
-    found = {"held_out": error_summary(predicted, measured)}
+    found: dict[str, Any] = {"held_out": error_summary(predicted, measured), "misfit": _misfit(points)}
     for kind in ("decode", "prefill", "mixed"):
         mine = points.kinds[held] == kind
         if mine.any():
@@ -122,6 +132,33 @@ def _errors(points: Points) -> dict[str, Any]:
             inner = _predicted(points, ~beyond, beyond)
             found[f"held_out_axis: {name} > {half}"] = error_summary(inner, points.time_us[beyond])
     return found
+
+
+def _misfit(points: Points) -> float:
+    """What the model leaves of a step that it has not seen, beyond the noise of its own mean and of the fit: a standard deviation.
+
+    Relative. Each fifth of the steps is predicted from the others. 0 where what is left is no more than chance makes of noise alone.
+    Steps that stand out count as far off as all but 2 % are: one wild step says little of a run.
+    """
+    count = len(points.shapes)
+    fold = np.random.default_rng(SEED).permutation(count) % FOLDS
+    off = np.empty(count)
+    for number in range(FOLDS):
+        mine = fold == number
+        off[mine] = np.log(points.time_us[mine] / _predicted(points, ~mine, mine))
+    low, high = np.quantile(off, [0.01, 0.99])
+    squares = np.clip(off, low, high) ** 2
+    weights = len(names(dense_knots(max(shape.num_tokens for shape in points.shapes))))
+    noise = float(np.mean(points.noise**2)) * (1 + weights / (count * (FOLDS - 1) / FOLDS))
+    left = float(squares.mean()) - noise
+    by_chance = 1.645 * noise * np.sqrt(2 / count)
+    return round(float(np.sqrt(left)), 5) if left > by_chance else 0.0
+
+
+def _varying(terms: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a draw that differ from one draw to the next."""
+    kept = ("dense", "rows", "prefill", "decode", "mixed", "mixed_tile_us", "chunk_launch_us", "excess_token_us")
+    return {name: terms[name] for name in kept}
 
 
 def _predicted(points: Points, seen: npt.NDArray[np.bool_], asked: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
@@ -159,12 +196,18 @@ def _term_samples(model: StepModel, draws: list[StepModel], limits: Mapping[str,
     return {**found, "mixed": found["decode"]}
 
 
-def _interval(value: float, drawn: list[float]) -> list[float]:
-    """The central 95 % of a weight's draws, relative to the weight; in microseconds around 0 for one that is 0."""
-    return interval(np.asarray(drawn) / value) if value > 0 else [0.0, round(float(np.quantile(drawn, 0.975)), 5)]
+def _interval(value: float, drawn: list[float], steps: int) -> list[float]:
+    """The 95 % interval of a weight, relative to it; in microseconds around 0 for one that is 0.
+
+    By the standard deviation of its draws: with so few of them the outermost are too near (in the self-test they hold 88 %).
+    """
+    half = NORMAL_95 * float(np.std(drawn, ddof=1)) * float(np.sqrt(steps / (steps - len(TERMS))))
+    return [round(max(-1.0, -half / value), 5), round(half / value, 5)] if value > 0 else [0.0, round(half, 5)]
 
 
-def _notes(points: Points, model: StepModel, draws: list[StepModel]) -> list[str]:
+def _notes(
+    points: Points, model: StepModel, draws: list[StepModel], memory: Mapping[str, Any], eager: float | None
+) -> list[str]:
     """What the steps cannot tell, and what a reader must know."""
     notes = list(points.quality.flags)
     for name, (share, partner) in told_apart(points.shapes, points.time_us, model.knots).items():
@@ -185,6 +228,14 @@ def _notes(points: Points, model: StepModel, draws: list[StepModel]) -> list[str
         notes.append(
             "decodes were served by captured graphs, steps with prompt chunks eagerly: the gap between the two is in chunk_launch; "
             "padding to the sizes of graphs is not told apart from the work"
+        )
+    if eager is not None:
+        notes.append(
+            f"without its graph a decode step takes {eager:.0f} us longer, the median of corners that were timed both ways"
+        )
+    if "by_limits" not in memory:
+        notes.append(
+            "the run says nothing of memory under other limits (an earlier kvtwin measured it): no memory lines for the account"
         )
     notes.append(
         "decodes and prompt chunks of a step run one after the other in this executor: their attention is added"

@@ -52,6 +52,17 @@ class CorrectionFit:
     """Relative error left at each observation, of the plane."""
     identified: tuple[str, ...]
     """Which terms the observations can tell; the others are 0."""
+    slopes: Array
+    """Relative change of each observation for `PROBES` of each identified term, where the fit ended; `[observations, terms]`."""
+
+    def drawn(self, off: Array) -> Correction:
+        """The correction that observations ask for which are off by `off` under the one that was found, by its slopes; at least 0."""
+        from scipy.optimize import nnls
+
+        probes = np.asarray([PROBES[term] for term in self.identified])
+        here = np.asarray([getattr(self.found, term) for term in self.identified]) / probes
+        solved, _ = nnls(self.slopes, self.slopes @ here - off)
+        return Correction(**{term: float(value) for term, value in zip(self.identified, solved * probes, strict=True)})
 
 
 def corrected(cost: FittedProfile, correction: Correction) -> FittedProfile:
@@ -79,14 +90,14 @@ def fit_correction(
         return Correction(**dict(zip(terms, (float(value) for value in values), strict=True)))
 
     here = np.zeros(len(terms))
-    tried: list[tuple[float, Array, Array]] = []
+    tried: list[tuple[float, Array, Array, Array]] = []
     for _ in range(ROUNDS):
         off, slopes = _plane(lambda values: predict(of(values)) / measured - 1, here, probes)
-        tried.append((float(np.sum(off**2)), here, off))
+        tried.append((float(np.sum(off**2)), here, off, slopes))
         solved, _ = nnls(slopes, slopes @ (here / probes) - off)
         here = solved * probes
-    _, best, left = min(tried, key=lambda one: one[0])
-    return CorrectionFit(found=of(best), residuals=tuple(left.tolist()), identified=terms)
+    _, best, left, slopes = min(tried, key=lambda one: one[0])
+    return CorrectionFit(found=of(best), residuals=tuple(left.tolist()), identified=terms, slopes=slopes)
 
 
 def _plane(error: Callable[[Array], Array], here: Array, probes: Array) -> tuple[Array, Array]:

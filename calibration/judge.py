@@ -1,8 +1,9 @@
 """A recorded run against its simulation: errors, intervals, and a verdict by equivalence test.
 
 Two one-sided tests (TOST): the twin is equivalent to the run in a metric when the 90 % interval of its error lies inside the
-margin. The interval comes from resampling requests in pairs, measured and simulated together. Requests of one run are not
-independent (they share a queue), so it is an interval over which requests were looked at, not over repeated runs.
+margin. The interval comes from resampling requests in pairs, measured and simulated together, in blocks of neighbours, which share a
+queue and its batches: it is an interval over which requests were looked at, not over repeated runs. What there is too little of to
+tell (a handful of preemptions) is said to be so, and decides nothing.
 
 Source: Schuirmann 1987 (TOST); Sargent 2013, validation of simulation models.
 """
@@ -14,12 +15,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .errors import CalibrationError
+from .judge_preemptions import Preemptions, judge_preemptions
+from .resampling import Indices, Pooled, block_resamples, interval
 from .runs import RecordedRun
-from .split import SEED
 from .tent import Array
-from .trajectories import DIFFERENT, EQUIVALENT, Trajectory, trajectories
+from .trajectories import CANNOT_TELL, DIFFERENT, EQUIVALENT, Trajectory, trajectories
 from .twin import SimulatedRun
 
 OPEN = "not shown"
@@ -33,7 +36,7 @@ SMALL_TTFT_S = 0.2
 """TTFT below this is judged by its absolute error: its relative one says nothing."""
 SMALL_TTFT_MARGIN_S = 0.02
 """The margin then, or one step (a median TPOT) where that is less: when in a step a request arrives is chance."""
-RESAMPLES = 500
+ITL_RANKS = (50.0, 90.0, 99.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,8 @@ class Margins:
     """Percentiles."""
     trajectory: float = 0.10
     """Normalised distance of a trajectory."""
+    preemptions: float = 0.25
+    """Ratio of preemptions, and of preempted requests on average: from 1 / 1.25 to 1.25."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -81,15 +86,24 @@ class Judgement:
     twin: SimulatedRun
     metrics: tuple[Metric, ...]
     trajectories: tuple[Trajectory, ...]
+    preemptions: Preemptions
     margins: Margins
 
     @property
     def verdict(self) -> str:
-        """`equivalent` when everything is, `different` when something certainly is not, `not shown` otherwise."""
+        """`equivalent` when everything is that can be told, `different` when something certainly is not, `not shown` otherwise."""
         verdicts = {metric.verdict for metric in self.metrics} | {path.verdict for path in self.trajectories}
+        verdicts = (verdicts | {self.preemptions.verdict}) - {CANNOT_TELL}
         if verdicts <= {EQUIVALENT}:
             return EQUIVALENT
         return DIFFERENT if DIFFERENT in verdicts else OPEN
+
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """What was recorded, but too little of it to tell."""
+        counted = self.preemptions.measured is not None and self.preemptions.verdict == CANNOT_TELL
+        paths = [f"{path.name} over time" for path in self.trajectories if path.verdict == CANNOT_TELL]
+        return (*(["preemptions"] if counted else []), *paths)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON document of `kvtwin calibrate judge --json`."""
@@ -101,10 +115,8 @@ class Judgement:
             "num_gpu_blocks": self.twin.summary["num_gpu_blocks"],
             "metrics": [asdict(metric) for metric in self.metrics],
             "trajectories": [asdict(trajectory) for trajectory in self.trajectories],
-            "preemptions": {
-                "measured": self.run.num_preemptions,
-                "predicted": self.twin.summary["num_preemptions"],
-            },
+            "preemptions": asdict(self.preemptions),
+            "cannot_tell": list(self.untold),
             "requests": {
                 "sent": len(self.run.requests),
                 "finished": int(self.run.finished.sum()),
@@ -132,8 +144,7 @@ def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) 
             if finished.any()
             else f"{run.name}: none of its {finished.size} requests finished; there is nothing to compare"
         )
-    rng = np.random.default_rng(SEED)
-    chosen = rng.integers(0, int(finished.sum()), (RESAMPLES, int(finished.sum())))
+    chosen = block_resamples(int(finished.sum()))
     small_s = (
         min(SMALL_TTFT_MARGIN_S, float(np.nanmedian(run.tpot_s)))
         if np.isfinite(run.tpot_s).any()
@@ -152,7 +163,7 @@ def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) 
         for name in ("ttft", "tpot", "e2el")
         for statistic in STATISTICS
     ]
-    metrics += _itl(run, twin, limits)
+    metrics += _itl(run, twin, limits, finished, chosen)
     metrics += [
         _single("makespan_s", run.makespan_s, twin.makespan_s, limits.mean),
         _single(
@@ -166,25 +177,34 @@ def judge(run: RecordedRun, twin: SimulatedRun, margins: Margins | None = None) 
         run=run,
         twin=twin,
         metrics=tuple(metrics),
-        trajectories=tuple(trajectories(run, twin, limits.trajectory)),
+        trajectories=tuple(trajectories(run, twin, limits.trajectory, limits.preemptions)),
+        preemptions=judge_preemptions(run, twin, limits.preemptions),
         margins=limits,
     )
 
 
-def _itl(run: RecordedRun, twin: SimulatedRun, limits: Margins) -> list[Metric]:
-    """Inter-token latency over all tokens, where it was recorded. Its statistics alone are, so there is no interval."""
+def _itl(
+    run: RecordedRun, twin: SimulatedRun, limits: Margins, finished: npt.NDArray[np.bool_], chosen: Indices
+) -> list[Metric]:
+    """Inter-token latency over all tokens. Without every gap of the run there are its statistics alone, and no interval."""
     if run.itl_s is None:
         return []
-    predicted = twin.summary["itl_s"]
+    margins = {name: limits.mean if name == "mean" else limits.tail for name in STATISTICS}
+    places = np.flatnonzero(finished).tolist()
+    if run.itl_gaps_s is None or not sum(run.itl_gaps_s[i].size for i in places):
+        predicted = twin.summary["itl_s"]
+        return [
+            _single(f"itl_{name}_s", run.itl_s[name], predicted[name], margins[name])
+            for name in STATISTICS
+            if name in run.itl_s
+        ]
+    theirs, ours = (Pooled([gaps[i] for i in places]) for gaps in (run.itl_gaps_s, twin.itl_gaps_s))
+    everyone = np.arange(len(places))
+    a, b = theirs.statistics(everyone, ITL_RANKS), ours.statistics(everyone, ITL_RANKS)
+    again = np.stack([ours.statistics(one, ITL_RANKS) / theirs.statistics(one, ITL_RANKS) - 1 for one in chosen])
     return [
-        _single(
-            f"itl_{statistic}_s",
-            run.itl_s[statistic],
-            predicted[statistic],
-            limits.mean if statistic == "mean" else limits.tail,
-        )
-        for statistic in STATISTICS
-        if statistic in run.itl_s
+        _judged(f"itl_{name}_s", float(a[k]), float(b[k]), again[:, k], margins[name])
+        for k, name in enumerate(STATISTICS)
     ]
 
 
@@ -197,13 +217,19 @@ def _paired(
     margin = small_ttft_s if absolute else (limits.mean if statistic == "mean" else limits.tail)
     again_a, again_b = of(measured[chosen]), of(predicted[chosen])
     errors = again_b - again_a if absolute else again_b / again_a - 1
-    low, high = (float(value) for value in np.nanquantile(errors, [0.05, 0.95]))
-    error = b - a if absolute else b / a - 1
+    return _judged(f"{name}_s", a, b, errors, margin, absolute=absolute)
+
+
+def _judged(
+    name: str, measured: float, predicted: float, errors: Array, margin: float, *, absolute: bool = False
+) -> Metric:
+    """A metric whose error has been resampled."""
+    low, high = interval(errors)
     return Metric(
-        name=f"{name}_s",
-        measured=a,
-        predicted=b,
-        error=error,
+        name=name,
+        measured=measured,
+        predicted=predicted,
+        error=predicted - measured if absolute else predicted / measured - 1,
         low=low,
         high=high,
         margin=margin,

@@ -4,74 +4,177 @@ from __future__ import annotations
 
 from html import escape
 
+import numpy as np
+
 from .judge import Judgement, Metric
-from .plots import BLUE, GREY, Series, against, lines, page_frame, table
-from .trajectories import DIFFERENT, EQUIVALENT
+from .judge_preemptions import Preemptions
+from .plots import BLUE, GREEN, GREY, RED, Series, against, band, lines, page_frame, table
+from .trajectories import CANNOT_TELL, DIFFERENT, EQUIVALENT, Trajectory
+from .twin import preempted
 
 CLASS = {EQUIVALENT: "good", DIFFERENT: "bad"}
+COLOUR = {EQUIVALENT: GREEN, DIFFERENT: RED}
+UNSURE = "#8a6100"
+WORDS = {
+    "ttft": "time to first token (TTFT)",
+    "tpot": "time per output token (TPOT)",
+    "itl": "inter-token latency (ITL)",
+    "e2el": "end-to-end latency (E2EL)",
+    "makespan_s": "makespan",
+    "request_throughput_per_s": "requests finished a second",
+}
+PATHS = {
+    "running": "running requests",
+    "waiting": "waiting requests",
+    "kv_usage": "share of KV blocks in use",
+    "preempted": "preempted requests",
+}
+MEANING = {
+    EQUIVALENT: "every error that can be told lies within its margin, with its interval.",
+    DIFFERENT: "at least one error certainly lies outside its margin.",
+    "not shown": "no error certainly lies outside its margin, but some intervals reach beyond: a longer run would tell.",
+}
+RANKS = np.linspace(0.5, 99.9, 200)
 
 
 def page(judgement: Judgement) -> str:
     """The whole page."""
     document = judgement.as_dict()
-    run, twin = judgement.run, judgement.twin
-    title = f"kvtwin: {run.name} against its twin"
-    scatter = [
-        against(f"{label}, s", measured, predicted)
-        for label, measured, predicted in (
-            ("TTFT", run.ttft_s, twin.ttft_s),
-            ("TPOT", run.tpot_s, twin.tpot_s),
-            ("E2EL", run.e2el_s, twin.e2el_s),
-        )
-    ]
-    paths = []
-    if run.ticks_s is not None:
-        ticks, simulated = run.ticks_s, twin.at(run.ticks_s)
-        paths = [
-            lines(f"{name} over time", [Series(ticks, values, GREY), Series(ticks, simulated[name], BLUE)])
-            for name, values in run.trajectories.items()
-        ]
-    preemptions, requests = document["preemptions"], document["requests"]
-    measured = "not recorded" if preemptions["measured"] is None else f"{preemptions['measured']:,}"
+    requests = document["requests"]
+    finished = (
+        f"{requests['finished']:,} of {requests['sent']:,}; in the simulation {requests['finished_in_the_twin']:,}"
+    )
+    worst = f"Worst for its margin: {escape(_name(document['worst']))}. Mean error (bias): {document['bias']:+.1%}."
     warnings = "".join(f"<li>{escape(text)}</li>" for text in document["warnings"])
-    head = ("metric", "measured", "predicted", "error", "90 % interval", "margin", "verdict")
-    body = f"""<p>Verdict: <strong class="{CLASS.get(judgement.verdict, "open")}">{judgement.verdict}</strong>. Measured:
-{escape(run.provenance)}. Simulated with {escape(twin.profile)} and {document["num_gpu_blocks"]:,} KV blocks. Mean error (bias)
-{document["bias"]:+.1%}; worst for its margin: {escape(document["worst"])}.</p>
-<p>{requests["finished"]:,} of {requests["sent"]:,} requests finished, {requests["finished_in_the_twin"]:,} in the simulation.
-Preemptions: {measured} measured, {preemptions["predicted"]:,} predicted. An error without an interval is that of a single value.
-In brackets: the prediction for prices as uncertain as the profile says, where that was asked for.</p>
-{table(head, [_row(metric) for metric in judgement.metrics])}
-{table(("trajectory", "mean measured", "mean simulated", "distance", "verdict"), _trajectory_rows(judgement))}
-<h2>Predicted against measured</h2>{"".join(scatter)}
-<h2>Over time</h2><p>Grey: measured. Blue: simulated.</p>{"".join(paths) or "<p>Not recorded.</p>"}
+    kind = CLASS.get(judgement.verdict, "open")
+    untold = f"<p>Too little of it to tell: {escape(', '.join(judgement.untold))}.</p>" if judgement.untold else ""
+    body = f"""<div class="verdict {kind}"><strong class="{kind}">{judgement.verdict}</strong>
+<p>{MEANING[judgement.verdict]} {worst}</p>{untold}</div>
+<table><tr><td>measured</td><td class="text">{escape(judgement.run.provenance)}</td></tr>
+<tr><td>simulated</td><td class="text">{escape(judgement.twin.profile)}, {document["num_gpu_blocks"]:,} KV blocks</td></tr>
+<tr><td>requests finished</td><td class="text">{finished}</td></tr>
+</table>
+<h2>Times and throughput</h2>{_metrics(judgement)}
+<p class="soft">The strip shows the error (dot) with its 90 % interval (bar) from blocks of neighbouring requests, on the margin (grey
+band); its ends are twice the margin. An error without a bar is that of a single value.</p>
+<h2>Preemptions and state over time</h2>{_counts(judgement)}
+<h2>Predicted against measured</h2><div class="row">{"".join(_scatter(judgement))}</div>
+<h2>Over time</h2><div class="row">{"".join(_paths(judgement))}</div>{"" if judgement.run.ticks_s is not None else "<p>Not recorded.</p>"}
 <h2>To know</h2><ul>{warnings}</ul>
 """
-    return page_frame(title, body)
+    return page_frame(f"kvtwin: {judgement.run.name} against its twin", body)
 
 
-def _row(metric: Metric) -> str:
-    error, low, high, margin = (
-        (f"{value * 1e3:+.1f} ms" if metric.absolute else f"{value:+.2%}")
-        for value in (metric.error, metric.low, metric.high, metric.margin)
+def _metrics(judgement: Judgement) -> str:
+    drawn = any(metric.predicted_low is not None for metric in judgement.metrics)
+    head = [
+        "metric",
+        "measured",
+        "predicted",
+        *(["90 % interval of the prediction"] if drawn else []),
+        "error",
+        "error on its margin",
+        "margin",
+        "verdict",
+    ]
+    return table(head, [_row(metric, drawn) for metric in judgement.metrics])
+
+
+def _row(metric: Metric, drawn: bool) -> str:
+    interval = ""
+    if metric.predicted_low is not None and metric.predicted_high is not None:
+        interval = f"{_value(metric, metric.predicted_low)} to {_value(metric, metric.predicted_high)}"
+    strip = band(metric.low, metric.high, metric.error, metric.margin, COLOUR.get(metric.verdict, UNSURE))
+    cells = [
+        escape(_name(metric.name)),
+        _value(metric, metric.measured),
+        _value(metric, metric.predicted),
+        *([interval] if drawn else []),
+        _share(metric, metric.error),
+        f'<span title="{_share(metric, metric.low)} to {_share(metric, metric.high)}">{strip}</span>',
+        f"± {_share(metric, metric.margin).lstrip('+')}",
+    ]
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}{_verdict(metric.verdict)}</tr>"
+
+
+def _counts(judgement: Judgement) -> str:
+    head = ("", "measured", "predicted", "distance or ratio", "90 % interval", "margin", "verdict")
+    rows = [_preemptions(judgement.preemptions), *(_trajectory(path) for path in judgement.trajectories)]
+    note = f"<p>Preemptions: {escape(judgement.preemptions.why)}.</p>"
+    return table(head, rows) + note
+
+
+def _preemptions(found: Preemptions) -> str:
+    measured = "not recorded" if found.measured is None else f"{found.measured:,}"
+    ratio = "–" if found.ratio is None else f"× {found.ratio:.2f}"
+    interval = "–" if found.low is None or found.high is None else f"× {found.low:.2f} to {found.high:.2f}"
+    return (
+        f"<tr><td>preemptions</td><td>{measured}</td><td>{found.predicted:,}</td><td>{ratio}</td><td>{interval}</td>"
+        f"<td>{_ratio_margin(found.margin)}</td>{_verdict(found.verdict)}</tr>"
+    )
+
+
+def _trajectory(path: Trajectory) -> str:
+    ratio = path.ratio_low is not None and path.ratio_high is not None
+    margin = _ratio_margin(path.margin) if ratio else f"{path.margin:.0%}"
+    interval = f"× {path.ratio_low:.2f} to {path.ratio_high:.2f}" if ratio else "–"
+    shown = (
+        f"× {path.predicted_mean / path.measured_mean:.2f}" if ratio and path.measured_mean else f"{path.distance:.1%}"
     )
     return (
-        f"<tr><td>{escape(metric.name)}</td><td>{metric.measured:.4g}</td><td>{metric.predicted:.4g}{_drawn(metric)}</td><td>{error}</td>"
-        f"<td>{'–' if metric.low == metric.high else f'{low} to {high}'}</td><td>"
-        f'{margin.lstrip("+")}</td><td class="{CLASS.get(metric.verdict, "open")}">{metric.verdict}</td></tr>'
+        f"<tr><td>{escape(PATHS.get(path.name, path.name))}, mean</td><td>{path.measured_mean:.4g}</td><td>{path.predicted_mean:.4g}</td>"
+        f"<td>{shown}</td><td>{interval}</td><td>{margin}</td>{_verdict(path.verdict)}</tr>"
     )
 
 
-def _drawn(metric: Metric) -> str:
-    """The interval of the prediction, where the profile's uncertainty was drawn."""
-    if metric.predicted_low is None or metric.predicted_high is None:
-        return ""
-    return f" <small>({metric.predicted_low:.4g} to {metric.predicted_high:.4g})</small>"
+def _scatter(judgement: Judgement) -> list[str]:
+    run, twin = judgement.run, judgement.twin
+    pairs = (("TTFT", run.ttft_s, twin.ttft_s), ("TPOT", run.tpot_s, twin.tpot_s), ("E2EL", run.e2el_s, twin.e2el_s))
+    found = [against(f"{label} of each request, s", measured, predicted) for label, measured, predicted in pairs]
+    if run.itl_gaps_s is not None and any(gaps.size > 0 for gaps in run.itl_gaps_s):
+        ours, theirs = (np.percentile(np.concatenate(gaps), RANKS) for gaps in (twin.itl_gaps_s, run.itl_gaps_s))
+        found.append(against("ITL, percentiles 0.5 to 99.9, s", theirs, ours))
+    return found
 
 
-def _trajectory_rows(judgement: Judgement) -> list[str]:
+def _paths(judgement: Judgement) -> list[str]:
+    run, twin = judgement.run, judgement.twin
+    if run.ticks_s is None:
+        return []
+    simulated, measured = twin.at(run.ticks_s), dict(run.trajectories)
+    if run.scheduled_s is not None:
+        measured["preempted"] = preempted(run.scheduled_s, run.finished_s, run.ticks_s, measured["running"])
     return [
-        f"<tr><td>{escape(one.name)}</td><td>{one.measured_mean:.4g}</td><td>{one.predicted_mean:.4g}</td>"
-        f'<td>{one.distance:.1%}</td><td class="{CLASS.get(one.verdict, "open")}">{one.verdict}</td></tr>'
-        for one in judgement.trajectories
+        lines(
+            PATHS.get(name, name),
+            [Series(run.ticks_s, values, GREY, "measured"), Series(run.ticks_s, simulated[name], BLUE, "simulated")],
+        )
+        for name, values in measured.items()
     ]
+
+
+def _name(metric: str) -> str:
+    """`ttft_p90_s` in words."""
+    if metric in WORDS:
+        return WORDS[metric]
+    what, statistic = metric.removesuffix("_s").rsplit("_", 1)
+    return f"{WORDS.get(what, what)}, {statistic}"
+
+
+def _value(metric: Metric, value: float) -> str:
+    if not metric.name.endswith("_s") or metric.name == "request_throughput_per_s":
+        return f"{value:.4g}"
+    return f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"
+
+
+def _share(metric: Metric, value: float) -> str:
+    return f"{value * 1e3:+.1f} ms" if metric.absolute else f"{value:+.1%}"
+
+
+def _ratio_margin(margin: float) -> str:
+    return f"× {1 / (1 + margin):.2f} to {1 + margin:.2f}"
+
+
+def _verdict(verdict: str) -> str:
+    shown = "cannot tell" if verdict == CANNOT_TELL else verdict
+    return f'<td class="{CLASS.get(verdict, "open")}">{shown}</td>'

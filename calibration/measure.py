@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim.catalog.dtypes import DTYPE_BYTES, kv_cache_dtype_name
 from sim.catalog.models import MODELS, model_shape
 from sim.catalog.shape import ModelShape
 from sim.core.need import blocks_for
 
 from .design import Limits, design
 from .errors import CalibrationError
+from .making import Making, drawing_rate
 from .measure_session import Session
 from .step_log import SCHEMA, SCHEMA_VERSION, StepRun, is_step_run, read_run, write_run
 
@@ -80,13 +82,13 @@ def measure(
     tell: Callable[[str], None] = lambda text: None,
     rig: StepRig | None = None,
 ) -> StepRun:
-    """Measure until `budget_s` seconds are spent on the run in `out`, those of earlier sessions included, and the first pass is whole
-    (or `MOST_OVERRUN` times the budget is spent); returns the run.
+    """Measure until `budget_s` seconds are spent on the run in `out`, those of earlier sessions and of making weights and pool included,
+    and the first pass is whole (or `MOST_OVERRUN` times the budget is spent); returns the run.
 
-    `tell` hears how far it is; `rig` is one that `make_rig` made of the same settings.
+    `tell` hears how far it is; `rig` is one that `make_rig` made of the same settings, whose making does not count.
 
-    Raises: CalibrationError for a budget too small, or a run in `out` that is of something else; ConfigError for a model or device
-    that cannot be run; OSError.
+    Raises: CalibrationError for a budget that is too small, also for making what is measured, or a run in `out` that is of something
+    else; ConfigError for a model or device that cannot be run; OSError.
     """
     if budget_s < LEAST_BUDGET_S:
         raise CalibrationError(f"the budget is {budget_s:g} s; at least {LEAST_BUDGET_S:g} s are needed for one pass")
@@ -94,43 +96,100 @@ def measure(
     before = read_run(out) if is_step_run(out) else None
     if before is not None:
         _check_same(before, settings, shape, out)
-        if before.spent_s >= budget_s and _has_whole_pass(before, settings, shape):
+        done, all_points = first_pass(before, settings)
+        if before.spent_s >= budget_s and done == all_points:
             return before
     from gpu.machine import machine_facts, now
 
-    tell("loading the model")
-    rig = rig or make_rig(settings)
     started_s = time.perf_counter()
-    limits, points = rig.limits, design(rig.limits, settings.seed)
+    spent_s = before.spent_s if before is not None else 0.0
+    if rig is None:
+        seconds = _check_making(settings, shape, budget_s - spent_s)
+        tell(f"making the model, about {seconds:.0f} s of the budget of {budget_s:g} s")
+        rig = make_rig(settings)
+    limits, points = rig.limits, design(rig.limits, settings.seed, graphs=rig.has_graphs)
     facts = {**machine_facts(settings.device), "date": now(), "command": command}
     if before is not None:
         _check_same_device(before, facts, out)
     session = Session(rig, points, settings.seed, before, budget_s, started_s)
     document = _document(settings, shape, limits, before, facts, rig.memory)
-    session.work(lambda steps: write_run(out, document, steps), tell)
+
+    def save() -> None:
+        found = {
+            "skipped": [{"point": point, "why": why} for point, why in session.skipped.items()],
+            "clocks": session.clocks,
+        }
+        write_run(out, document | {name: rows for name, rows in found.items() if rows}, session.steps)
+
+    session.work(save, tell)
+    at_end = rig.non_torch_bytes()
+    if at_end is not None:
+        document["memory"] = {**document["memory"], "non_torch_bytes_at_end": at_end}
+        save()
     return read_run(out)
 
 
 def make_rig(settings: MeasureSettings) -> StepRig:
-    """What runs the steps. Raises: ConfigError for a model or device that cannot be run; OutOfMemoryError."""
+    """What runs the steps. Raises: ConfigError for a model or device that cannot be run; CalibrationError when it does not fit."""
+    from gpu.out_of_memory import OUT_OF_MEMORY
+
     from .rig import StepRig
 
     shape = model_shape(settings.model)
-    return StepRig(
+    try:
+        return StepRig(
+            shape,
+            settings.limits(shape),
+            source=settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            seed=settings.seed,
+            clock=settings.clock,
+        )
+    except OUT_OF_MEMORY as error:
+        said = str(error).splitlines()[0]
+        raise CalibrationError(
+            f"{shape.name}, its KV pool and its workspace do not fit {settings.device}: {said} Take a smaller --model, or lower "
+            "--max-num-seqs, --max-model-len or --max-num-batched-tokens"
+        ) from None
+
+
+def _check_making(settings: MeasureSettings, shape: ModelShape, budget_s: float) -> float:
+    """Seconds that making weights and pool will take. Raises: CalibrationError where that leaves too little of the budget; ConfigError
+    for a model or device that cannot be run.
+    """
+    from gpu.decoder_config import DecoderConfig
+    from gpu.device import find_device
+
+    find_device(settings.device)
+    DecoderConfig.of(shape, settings.model)
+    dtype = _dtype(settings, shape)
+    cache = dtype if settings.kv_cache_dtype == "auto" else kv_cache_dtype_name(settings.kv_cache_dtype)
+    making = Making.of(
         shape,
         settings.limits(shape),
-        source=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        seed=settings.seed,
-        clock=settings.clock,
+        drawn=settings.model in MODELS or not _has_weights(Path(settings.model)),
+        cache_bytes=DTYPE_BYTES.get(cache, 1),
+        block_bytes=settings.block_size * shape.kv_bytes_per_token(settings.kv_cache_dtype, 1, dtype=dtype),
     )
+    seconds = making.seconds(drawing_rate(settings.device))
+    making.check(seconds, budget_s)
+    return seconds
 
 
-def _has_whole_pass(run: StepRun, settings: MeasureSettings, shape: ModelShape) -> bool:
-    first = {step.point for step in run.steps if step.pass_ == 0}
-    return len(first) == len(design(settings.limits(shape), settings.seed)) - 1  # all but the reference step
+def _has_weights(path: Path) -> bool:
+    return any((path if path.is_dir() else path.parent).glob("*.safetensors"))
+
+
+def first_pass(run: StepRun, settings: MeasureSettings) -> tuple[int, int]:
+    """How many of the designed steps the first pass of a run has timed (or found too large), and how many there are."""
+    shape = model_shape(settings.model)
+    graphs = any(step.served_by.startswith("graph") for step in run.steps)
+    done = {step.point for step in run.steps if step.pass_ == 0} | {
+        one["point"] for one in run.document.get("skipped", ())
+    }
+    return len(done), len(design(settings.limits(shape), settings.seed, graphs=graphs)) - 1
 
 
 def _document(
@@ -139,9 +198,12 @@ def _document(
     limits: Limits,
     before: StepRun | None,
     facts: dict[str, Any],
-    memory: dict[str, int | None],
+    memory: dict[str, Any],
 ) -> dict[str, Any]:
-    sessions = [*(before.document["sessions"] if before else ()), {"date": facts["date"], "command": facts["command"]}]
+    sessions = [
+        *(before.document.get("sessions", ()) if before else ()),
+        {"date": facts["date"], "command": facts["command"]},
+    ]
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,

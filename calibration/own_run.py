@@ -6,7 +6,8 @@ same prompts, prefixes and clients.
 
 from __future__ import annotations
 
-import json
+import csv
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,9 @@ from sim.simulation import build_workload, engine_config
 
 from .errors import CalibrationError
 from .runs import RecordedRun
-from .tables import read_csv
+from .tables import checked, read_csv
+from .tent import Array
+from .text_files import check_keys, read_object, read_text
 from .twin import state_at
 
 SCHEMA_VERSION = 1
@@ -34,6 +37,7 @@ TIME_COLUMNS = ("ttft_s", "tpot_s", "e2el_s", "finished_s", "scheduled_s")
 TIMELINE_COLUMNS = ("time_s", "duration_s", "running", "waiting", "used_blocks")
 TICKS = 400
 """Moments at which trajectories are compared."""
+SUMMARY_KEYS = ("scenario", "num_gpu_blocks", "itl_s", "num_preemptions")
 PROVENANCE_KEYS = ("kvtwin_version", "date")
 
 
@@ -43,7 +47,7 @@ def read_own_run(folder: Path) -> RecordedRun:
     Raises: CalibrationError when it is a simulation, has no provenance, another schema version, missing columns, or requests that are
     not those of its scenario; OSError.
     """
-    summary = _json(folder / "summary.json")
+    summary = read_object(folder / "summary.json")
     if "executors" not in summary:
         raise CalibrationError(
             f"{folder}: nothing was measured in this run, it is a simulation; run it with --executor torch"
@@ -52,31 +56,33 @@ def read_own_run(folder: Path) -> RecordedRun:
         raise CalibrationError(
             f"{folder}: its summary has schema version {summary.get('schema_version')!r}, this version of kvtwin reads {SCHEMA_VERSION}"
         )
+    check_keys(summary, SUMMARY_KEYS, str(folder / "summary.json"))
     if not (folder / "provenance.json").is_file():
         raise CalibrationError(f"{folder}: no provenance.json; a run on an unknown device is not judged")
-    provenance = _json(folder / "provenance.json")
+    provenance = read_object(folder / "provenance.json")
     missing = [key for key in PROVENANCE_KEYS if not provenance.get(key)]
     if missing:
         raise CalibrationError(
             f"{folder / 'provenance.json'}: it does not say {missing[0]!r}; a run of unknown origin is not judged"
         )
-    scenario = _scenario(summary["scenario"], folder)
+    scenario = _scenario(summary["scenario"], folder).with_(num_gpu_blocks_override=int(summary["num_gpu_blocks"]))
     specs = _requests(scenario, folder)
     table = read_csv(folder / "requests.csv", REQUEST_COLUMNS)
     _check_same(specs, table, folder)
     finished = (table["outcome"] == "finished").to_numpy()
 
     def times(name: str) -> Any:
-        if name not in table.columns:
-            read_csv(folder / "requests.csv", (name,))  # says what is missing, or in which other unit it is
+        checked(table[finished], (name,), str(folder / "requests.csv"), 0, gaps=True)
         return np.where(finished, table[name].to_numpy(float), np.nan)
 
     columns = {name: times(name) for name in TIME_COLUMNS}
+    if not finished.any():
+        raise CalibrationError(f"{folder}: none of its {len(specs)} requests finished; there is nothing to compare")
     start = min(spec.arrival_s for spec in specs)
     rows = read_csv(folder / "timeline.csv", TIMELINE_COLUMNS)
     timeline = {name: rows[name].to_numpy(float) for name in TIMELINE_COLUMNS}
     ticks = np.linspace(start, float(np.nanmax(columns["finished_s"])), TICKS, endpoint=False)
-    machine = summary["executors"][0].get("machine")
+    machine = next((one.get("machine") for one in summary["executors"]), None)
     if not machine:
         raise CalibrationError(
             f"{folder / 'summary.json'}: it does not say on which machine it ran; a run of unknown origin is not judged"
@@ -96,19 +102,36 @@ def read_own_run(folder: Path) -> RecordedRun:
         ticks_s=ticks,
         trajectories=state_at(timeline, ticks, summary["num_gpu_blocks"]),
         itl_s={name: float(value) for name, value in summary["itl_s"].items() if name in ("mean", "p50", "p90", "p99")},
+        itl_gaps_s=_gaps(folder / "itl.csv", specs),
         num_preemptions=int(summary["num_preemptions"]),
+        preemptions=table["preemptions"].to_numpy(int) if "preemptions" in table.columns else None,
         scenario=scenario,
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _gaps(path: Path, specs: Sequence[RequestSpec]) -> tuple[Array, ...] | None:
+    """Every gap between tokens, by request; None for a folder of an earlier kvtwin, which kept none.
+
+    Raises: CalibrationError for a gap that is no time.
+    """
+    if not path.is_file():
+        return None
+    table = csv.DictReader(io.StringIO(read_text(path)))
+    for column in ("request_id", "itl_s"):
+        if column not in (table.fieldnames or ()):
+            raise CalibrationError(
+                f"{path}: column {column!r} is missing; it has {', '.join(table.fieldnames or ()) or 'none'}"
+            )
+    rows = {row["request_id"]: row["itl_s"] for row in table}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CalibrationError(f"{path}: not the file of a run: it holds no object")
-    return document
+        found = {name: np.asarray(text.split(), dtype=np.float64) for name, text in rows.items()}
+    except (AttributeError, ValueError) as error:
+        raise CalibrationError(f"{path}: column 'itl_s' holds seconds, separated by spaces: {error}") from error
+    if any(not (np.isfinite(gaps).all() and (gaps >= 0).all()) for gaps in found.values()):
+        raise CalibrationError(
+            f"{path}: column 'itl_s' holds a gap that is no time; gaps are finite and at least 0 seconds"
+        )
+    return tuple(found.get(spec.request_id, np.zeros(0)) for spec in specs)
 
 
 def _scenario(tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Scenario:

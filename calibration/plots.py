@@ -13,11 +13,14 @@ from .tent import Array
 WIDTH, HEIGHT, EDGE = 420, 300, 56
 MOST_POINTS = 1000
 BLUE, GREY, RED, GREEN = "#1f6feb", "#8b95a1", "#b3261e", "#12724a"
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#1c2733}
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem;color:#1c2733}
 table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #dde3e8}
 td:first-child,th:first-child{text-align:left}td{white-space:nowrap}td.text{text-align:left;white-space:normal}.good{color:#12724a}.bad{color:#b3261e}.open{color:#8a6100}
 svg{background:#f7f9fa;margin:.4rem}text{font:11px system-ui,sans-serif;fill:#44505b}figure{display:inline-block;margin:0}
-figcaption{text-align:center;color:#44505b}"""
+figcaption{text-align:center;color:#44505b}.row{display:grid;grid-template-columns:repeat(auto-fill,minmax(20rem,1fr));gap:1rem}
+.row svg{width:100%;height:auto;margin:0}td svg{background:none;margin:0;vertical-align:middle}.soft{color:#5b6773}
+.verdict{border-left:.4rem solid #8a6100;background:#f7f9fa;padding:.6rem 1rem;font-size:1.15rem}.verdict.good{border-color:#12724a}
+.verdict.bad{border-color:#b3261e}.verdict p{margin:.2rem 0;color:#1c2733;font-size:.95rem}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,10 @@ def against(label: str, measured: Array, predicted: Array) -> str:
         f'<line x1="{EDGE}" y1="{HEIGHT - EDGE}" x2="{WIDTH - 10}" y2="10" stroke="#9aa5b1" stroke-dasharray="4 3"/>'
     )
     plotted = _dots(Series(x, y), (0.0, top), (0.0, top))
-    return figure(diagonal + plotted, f"{label}: predicted (up) against measured", ("0", tick(top)), ("0", tick(top)))
+    titles = ("measured", "predicted")
+    return figure(
+        diagonal + plotted, f"{label}: predicted against measured", ("0", tick(top)), ("0", tick(top)), titles
+    )
 
 
 def dots(caption: str, series: Sequence[Series], *, log_x: bool = False, middle: float | None = None) -> str:
@@ -90,11 +96,29 @@ def lines(caption: str, series: Sequence[Series], unit: str = "s") -> str:
         )
         for one in series
     )
-    return figure(drawn, caption, ("0", f"{tick(end)} {unit}"), ("0", tick(top)))
+    return figure(drawn + _key(series, below=True), caption, ("0", f"{tick(end)} {unit}"), ("0", tick(top)))
 
 
-def figure(content: str, caption: str, across: tuple[str, str], up: tuple[str, str]) -> str:
-    """A plot with axes; `across` and `up` are what stands at their ends."""
+def band(low: float, high: float, value: float, margin: float, colour: str) -> str:
+    """A value and its interval beside the margin around 0, as a strip for a row of a table: the grey band is the margin."""
+    width, height, reach = 190, 18, 2.0 * margin
+
+    def at(x: float) -> float:
+        return width / 2 + max(-1.0, min(1.0, x / reach)) * (width / 2 - 4)
+
+    return (
+        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="interval and margin">'
+        f'<rect x="{at(-margin):.1f}" y="1" width="{at(margin) - at(-margin):.1f}" height="{height - 2}" fill="#e3e8ec"/>'
+        f'<line x1="{at(0):.1f}" y1="0" x2="{at(0):.1f}" y2="{height}" stroke="#9aa5b1"/>'
+        f'<line x1="{at(low):.1f}" y1="{height / 2}" x2="{at(high):.1f}" y2="{height / 2}" stroke="{colour}" stroke-width="3"/>'
+        f'<circle cx="{at(value):.1f}" cy="{height / 2}" r="4" fill="{colour}"/></svg>'
+    )
+
+
+def figure(
+    content: str, caption: str, across: tuple[str, str], up: tuple[str, str], titles: tuple[str, str] = ("", "")
+) -> str:
+    """A plot with axes; `across` and `up` are what stands at their ends, `titles` what they are."""
     bottom = HEIGHT - EDGE
     axes = (
         f'<line x1="{EDGE}" y1="{bottom}" x2="{WIDTH - 10}" y2="{bottom}" stroke="#44505b"/>'
@@ -103,9 +127,12 @@ def figure(content: str, caption: str, across: tuple[str, str], up: tuple[str, s
         f'<text x="{WIDTH - 10}" y="{bottom + 16}" text-anchor="end">{escape(across[1])}</text>'
         f'<text x="{EDGE - 6}" y="{bottom}" text-anchor="end">{escape(up[0])}</text>'
         f'<text x="{EDGE - 6}" y="16" text-anchor="end">{escape(up[1])}</text>'
+        f'<text x="{(EDGE + WIDTH - 10) / 2}" y="{bottom + 34}" text-anchor="middle">{escape(titles[0])}</text>'
+        f'<text transform="translate(16 {bottom / 2 + 8}) rotate(-90)" text-anchor="middle">{escape(titles[1])}</text>'
     )
     return (
-        f'<figure><svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(caption)}">{axes}{content}</svg>'
+        f'<figure><svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(caption)}">'
+        f"{axes}{content}</svg>"
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 
@@ -125,12 +152,15 @@ def _dots(series: Series, span_x: tuple[float, float], span_y: tuple[float, floa
     )
 
 
-def _key(series: Sequence[Series]) -> str:
+def _key(series: Sequence[Series], *, below: bool = False) -> str:
+    """Names and colours, in the corner, or below the axis, where no line runs through them."""
     named = [one for one in series if one.name]
+    places = [
+        (EDGE + 90 + 110 * i, HEIGHT - EDGE + 30) if below else (WIDTH - 100, 20 + 15 * i) for i in range(len(named))
+    ]
     return "".join(
-        f'<circle cx="{WIDTH - 100}" cy="{20 + 15 * i}" r="3" fill="{one.colour}"/>'
-        f'<text x="{WIDTH - 92}" y="{24 + 15 * i}">{escape(one.name)}</text>'
-        for i, one in enumerate(named)
+        f'<circle cx="{x}" cy="{y}" r="3" fill="{one.colour}"/><text x="{x + 8}" y="{y + 4}">{escape(one.name)}</text>'
+        for one, (x, y) in zip(named, places, strict=True)
     )
 
 

@@ -9,7 +9,7 @@ Source: Iglewicz and Hoaglin 1993 (robust z); Theil 1950, Sen 1968 (slope by med
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ MOST_SLOW = 0.4
 """If more than this share of a run would be left out, it has no usual speed: it is kept whole, and flagged."""
 NOISY = 0.10
 """A noise floor above this is flagged."""
+CLOCK_FALL = 0.10
+"""A clock that falls by more than this share of its median is flagged."""
 LEAST_REFERENCE = 3
 FEW = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
 """By how much the median of absolute deviations of so many values is too small, on average."""
@@ -65,8 +67,11 @@ class Quality:
         }
 
 
-def assess(steps: Sequence[Step]) -> tuple[Quality, npt.NDArray[np.bool_]]:
-    """The quality of a run, and True for each step that may be used.
+def assess(
+    steps: Sequence[Step], clocks: Sequence[Mapping[str, Any]] = (), skipped: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Quality, npt.NDArray[np.bool_]]:
+    """The quality of a run, and True for each step that may be used. `clocks` are readings of a GPU's clocks, `skipped` the designed
+    steps that ran out of memory, as `run.json` has them.
 
     Raises: CalibrationError when the reference step is missing, so that nothing is known of the device's speed.
     """
@@ -96,6 +101,11 @@ def assess(steps: Sequence[Step]) -> tuple[Quality, npt.NDArray[np.bool_]]:
         flags.append(f"the reference step drifted by {drift:+.0%} over the run: the device warmed up or was throttled")
     if noise > NOISY:
         flags.append(f"repeats of a step differ by {noise:.0%}: no fit can be better than that")
+    flags += clock_flags(clocks)
+    if skipped:
+        flags.append(
+            f"{len(skipped)} designed steps ran out of memory and were left out; the first: {skipped[0]['why']}"
+        )
     kept = ~slow & ~outlier
     quality = Quality(
         steps=len(steps),
@@ -108,6 +118,29 @@ def assess(steps: Sequence[Step]) -> tuple[Quality, npt.NDArray[np.bool_]]:
         flags=tuple(flags),
     )
     return quality, kept
+
+
+def clock_flags(clocks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What readings of a GPU's clocks say: how often something slowed it, and by how much it fell below its usual clock."""
+    if not clocks:
+        return []
+    absent = [one["absent"] for one in clocks if "absent" in one]
+    if absent:
+        return [f"whether the GPU lowered its clocks is not known: {absent[0]}"]
+    found = []
+    reasons = [one["slowed_by"] for one in clocks if one.get("slowed_by") is not None]
+    slowed = [words for words in reasons if words]
+    if slowed:
+        named = ", ".join(sorted({word for words in slowed for word in words}))
+        found.append(
+            f"the GPU lowered its clocks in {len(slowed) / len(reasons):.0%} of {len(reasons)} readings: {named}"
+        )
+    megahertz = np.asarray([one["sm_clock_mhz"] for one in clocks if one.get("sm_clock_mhz")], dtype=np.float64)
+    if megahertz.size and megahertz.min() < (1 - CLOCK_FALL) * np.median(megahertz):
+        found.append(
+            f"the GPU's clock fell to {megahertz.min():.0f} MHz from usually {np.median(megahertz):.0f}: steps timed then took longer"
+        )
+    return found
 
 
 def _outliers(steps: Sequence[Step], usable: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], float]:

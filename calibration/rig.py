@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from gpu.batch import Sampling
+from gpu.device import find_device
 from gpu.executor import TorchExecutor
+from gpu.nvml import nvml_clocks
 from gpu.readings import StepReading, process_bytes
 from gpu.real_engine import RealEngine
 from gpu.real_settings import SMALL, RealSettings
@@ -27,8 +29,12 @@ from sim.core.need import blocks_for
 from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
 from sim.core.request import RequestSpec
 
-from .design import DesignPoint, Limits
-from .errors import CalibrationError
+from .design import DesignPoint, Limits, Share
+from .errors import StepTooLargeError
+from .rig_memory import Before, memory_lines, non_torch_bytes
+
+FIRST_STEPS = ((Share(16, 0, True),), (Share(1, 15, True, True), Share(1, 15, True, True)))
+"""A prompt and two decodes, run once before memory is read: libraries load kernels and take their workspaces at the first call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +66,13 @@ class StepRig:
         kv_cache_dtype: str = "auto",
         seed: int = 0,
         clock: str = "wall",
+        decode_graphs: bool | None = None,
     ) -> None:
-        """Raises ConfigError for a model or device that cannot be run, OutOfMemoryError when it does not fit."""
+        """`decode_graphs` serves decodes by graphs; None: on CUDA. Raises ConfigError for a model or device that cannot be run,
+        OutOfMemoryError when it does not fit.
+        """
         self.limits, self.shape = limits, shape
-        before = process_bytes()
+        before = Before.now(find_device(device))
         self._engine = RealEngine(
             RealSettings(
                 shape=shape,
@@ -75,6 +84,7 @@ class StepRig:
                 sampling=Sampling(),
                 num_threads=1 if device == "cpu" and shape.num_parameters < SMALL else None,
                 clock=clock,
+                decode_graphs=decode_graphs,
             ),
             [],
             on_step=self._read,
@@ -94,18 +104,29 @@ class StepRig:
         self._draw = random.Random(f"{seed}:blocks")
         self._step = 0
         self._reading: StepReading | None = None
-        self.memory = self._memory(before)
+        for shares in FIRST_STEPS:
+            self.run(DesignPoint(point=0, group="warm-up", shares=shares))
+        self._before = before
+        self.memory = memory_lines(self.executor, limits, before)
         """Bytes that are always there, by ledger line."""
 
     def run(self, point: DesignPoint) -> Timed:
         """Time one step: it is run twice on the same blocks, and the second counts. A step of a run finds the caches as the step
         before it left them, which was much like it; after a step of quite another size it would take longer.
 
-        Raises CalibrationError when it runs out of memory.
+        Raises StepTooLargeError when it runs out of memory; what it held is given back.
         """
         blocks = self._draw.sample(range(1, self.limits.num_gpu_blocks + 1), point.blocks(self.limits.block_size))
         self._run(point, blocks)
         return self._run(point, blocks)
+
+    def non_torch_bytes(self) -> int | None:
+        """What is in use on a GPU now beside tensors and graphs; None on the CPU, whose process grows with whoever measures."""
+        return (
+            None
+            if self.executor.pool.device.type == "cpu"
+            else non_torch_bytes(self.executor, self._before, self.memory)
+        )
 
     def _run(self, point: DesignPoint, blocks: list[int]) -> Timed:
         size, ids = self.limits.block_size, iter(blocks)
@@ -127,11 +148,18 @@ class StepRig:
         self._announce(scheduled, specs)
         moves, releases = self._moves(point, ids)
         plan = self._plan(point.shape, scheduled, **moves)
-        result = self.executor.execute(plan)
+        graphs = self.executor.forward.graphs
+        if point.eager:
+            self.executor.forward.graphs = None
+        try:
+            result = self.executor.execute(plan)
+        finally:
+            self.executor.forward.graphs = graphs
         if result.oom is not None:
-            raise CalibrationError(
+            self._give_back(scheduled, releases)
+            raise StepTooLargeError(
                 f"step {point.point} ({point.kind}, {point.shape.num_tokens} tokens) ran out of memory: "
-                f"{result.oom.requested_bytes} bytes for {result.oom.op}; lower --max-num-batched-tokens or --max-num-seqs"
+                f"{result.oom.requested_bytes:,} bytes for {result.oom.op}, {result.oom.free_bytes:,} were free"
             )
         self.executor.close([*((share.request_id, share.block_table) for share in scheduled), *releases])
         assert self._reading is not None
@@ -142,6 +170,23 @@ class StepRig:
             device_bytes=self.executor.pool.counters().device_reserved_bytes,
             served_by=self._reading.served_by,
         )
+
+    def _give_back(self, scheduled: list[ScheduledRequest], releases: list[tuple[str, tuple[int, ...]]]) -> None:
+        """After a step that was taken back: its sequences hold the blocks of their contexts, and what was moved is where it was put."""
+        size = self.limits.block_size
+        held = [(share.request_id, share.block_table[: blocks_for(share.context_tokens, size)]) for share in scheduled]
+        self.executor.close([*((name, blocks) for name, blocks in held if blocks), *releases])
+        if self.executor.pool.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decodes are served by captured graphs."""
+        return self.executor.forward.graphs is not None
+
+    def clocks(self) -> dict[str, Any] | None:
+        """What NVML says of a GPU's clocks now; None on the CPU."""
+        return None if self.executor.pool.device.type == "cpu" else nvml_clocks(self.executor.pool.device)
 
     def _announce(self, scheduled: list[ScheduledRequest], specs: list[RequestSpec]) -> None:
         """Make the sequences known: their prompts drawn and the blocks of their contexts booked, as earlier steps would have."""
@@ -210,15 +255,3 @@ class StepRig:
             kv = pool.layer(layer).kv
             if kv.element_size() > 1:
                 kv.normal_(generator=generator)
-
-    def _memory(self, before: int | None) -> dict[str, int | None]:
-        executor, counters = self.executor, self.executor.pool.counters()
-        return {
-            "weights_bytes": executor.model.weights.num_bytes,
-            "kv_cache_bytes": counters.reserved_bytes,
-            "kv_block_bytes": counters.reserved_bytes // (self.limits.num_gpu_blocks + 1),
-            "workspace_bytes": executor.workspace.num_bytes,
-            "process_bytes_before_model": before,
-            "process_bytes": process_bytes(),
-            "device_reserved_bytes": counters.device_reserved_bytes,
-        }

@@ -5,7 +5,6 @@ Source of the formats: LLMServingSim 2 (`requests.jsonl`, `timeseries.csv`, `met
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -20,9 +19,12 @@ from sim.scenario import Scenario
 from sim.workload import read_trace
 
 from .errors import CalibrationError
+from .step_log import is_step_run
 from .tables import read_csv
 from .tent import Array
+from .text_files import check_keys, numbers, parse_object, read_object, read_text
 
+TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 TRAJECTORY_COLUMNS = ("t", "running", "waiting", "kv_cache_pct")
 
 
@@ -48,8 +50,12 @@ class RecordedRun:
     """`running`, `waiting`, and `kv_usage` (a share) where it was recorded, `[ticks]`."""
     itl_s: Mapping[str, float] | None = None
     """Inter-token latency over all tokens, by statistic (`mean`, `p50`, `p90`, `p99`), where it was recorded."""
+    itl_gaps_s: tuple[Array, ...] | None = None
+    """The same, gap by gap, for each request (none for one that did not finish), where each was recorded."""
     num_preemptions: int | None = None
     """Preemptions, where they were counted."""
+    preemptions: npt.NDArray[np.int_] | None = None
+    """The same by request, where that was recorded."""
     scenario: Scenario | None = None
     """What was run, where the run says so: that of its twin, but for the prices."""
 
@@ -75,7 +81,9 @@ def read_run(path: Path, prefixes: Path | None = None) -> RecordedRun:
         from .own_run import read_own_run
 
         return read_own_run(path)
-    if path.is_dir():
+    if path.is_dir() and is_step_run(path):
+        raise CalibrationError(f"{path}: it holds timed steps, not a served run; `kvtwin calibrate fit` reads it")
+    if path.is_dir() and (path / "requests.jsonl").is_file():
         return _llmservingsim(path, prefixes)
     if path.suffix == ".csv":
         return _llm_d(path)
@@ -93,11 +101,17 @@ def _llmservingsim(folder: Path, prefixes: Path | None) -> RecordedRun:
     meta_path = folder / "meta.json"
     if not meta_path.is_file():
         raise CalibrationError(f"{folder}: no meta.json; a run of unknown engine and settings cannot be judged")
-    meta = json.loads(meta_path.read_text(encoding="utf-8"))
-    rows = [json.loads(text) for text in (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines() if text]
-    missing = [key for key in ("queued_ts", "first_token_ts", "last_token_ts") if any(key not in row for row in rows)]
-    if missing or not rows:
-        raise CalibrationError(f"{folder / 'requests.jsonl'}: {missing[0] if missing else 'every row'} is missing")
+    meta = read_object(meta_path)
+    path = folder / "requests.jsonl"
+    rows = [
+        parse_object(text, f"{path}:{line}") for line, text in enumerate(read_text(path).splitlines(), start=1) if text
+    ]
+    if not rows:
+        raise CalibrationError(f"{path}: it has no rows; one JSON object a request is needed")
+    for line, row in enumerate(rows, start=1):
+        check_keys(row, TIMES, f"{path}:{line}")
+        for key in TIMES:
+            numbers(row[key], f"{path}:{line}: {key}")
     specs = _specs(folder, rows, prefixes)
     start = min(row["queued_ts"] for row in rows)
     order = sorted(range(len(rows)), key=lambda i: rows[i]["queued_ts"])
@@ -142,7 +156,12 @@ def _timeseries(
         return None, {}
     table = read_csv(path, TRAJECTORY_COLUMNS, 2)
     # The log counts from the start of the run; requests are stamped by another clock. `arrival_time` is on both.
-    started = datetime.fromisoformat(str(meta["started_at"]).replace("Z", "+00:00")).timestamp()
+    try:
+        started = datetime.fromisoformat(str(meta.get("started_at")).replace("Z", "+00:00")).timestamp()
+    except ValueError as error:
+        raise CalibrationError(
+            f"{path.parent / 'meta.json'}: started_at is {meta.get('started_at')!r}; a date and time is needed to place {path.name}"
+        ) from error
     lead = min(row["arrival_time"] for row in rows) - started
     found = {name: table[name].to_numpy(float) for name in ("running", "waiting")}
     kv = table["kv_cache_pct"].to_numpy(float) / 100

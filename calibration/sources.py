@@ -11,6 +11,7 @@ from .fit_model import fit_model_profile
 from .fit_run import fit_run_profile
 from .readers import aiconfigurator, distserve, llmservingsim, splitwise
 from .step_log import is_step_run, read_run
+from .text_files import begins_with
 from .whole_steps import fit_whole_steps
 
 KNOWN = (
@@ -26,11 +27,7 @@ def is_run(path: Path) -> bool:
         return (path / "requests.jsonl").is_file()
     if path.suffix == ".json":
         return path.is_file() and not distserve.is_distserve(path)
-    return (
-        path.suffix == ".csv"
-        and path.is_file()
-        and "launch_time" in path.read_text(encoding="utf-8")[:4096].split("\n")[0]
-    )
+    return path.suffix == ".csv" and path.is_file() and begins_with(path, "launch_time")
 
 
 def fit_source(

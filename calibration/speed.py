@@ -9,7 +9,7 @@ from sim.costs.profile import FittedProfile
 
 
 def at_speed(cost: FittedProfile, factor: float) -> FittedProfile:
-    """The same prices with every time multiplied by `factor`; shares (skew, overlap) stay."""
+    """The same prices with every time multiplied by `factor`; shares (skew, overlap) stay. Draws of what is not known are left behind."""
     terms = cost.terms
     return FittedProfile(
         replace(
@@ -28,6 +28,10 @@ def at_speed(cost: FittedProfile, factor: float) -> FittedProfile:
             seq_s=terms.seq_s * factor,
             copy_block_s=terms.copy_block_s * factor,
             swap_block_s=terms.swap_block_s * factor,
+            samples={},
+            drawn=(),
+            spreads={},
+            host_samples=(),
         ),
         name=cost.name,
     )

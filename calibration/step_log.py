@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from sim.results.files import write_json, write_text
 
 from .errors import CalibrationError
 from .tables import UNIT_SUFFIXES
+from .text_files import check_keys, read_object, read_text
 
 SCHEMA = "kvtwin-steps"
 SCHEMA_VERSION = 1
@@ -45,6 +45,13 @@ COLUMNS: dict[str, str] = {
 """Columns of steps.csv and what they mean."""
 _OPTIONAL = ("process_bytes", "device_bytes")
 _TEXT = ("group", "prefill", "served_by")
+NEEDED: dict[str, tuple[str, ...]] = {
+    "model": ("name", "num_layers", "hidden_size", "intermediate_size", "vocab_size", "attention"),
+    "settings": ("dtype", "kv_cache_dtype", "clock"),
+    "limits": ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"),
+    "memory": (),
+}
+"""What run.json must say of what was measured, by part."""
 PROVENANCE_KEYS = ("device", "device_name", "torch", "kvtwin_version", "date", "command")
 """What a run must say of its origin."""
 
@@ -104,11 +111,8 @@ def read_run(folder: Path) -> StepRun:
 
 
 def _document(path: Path) -> Mapping[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+    document = read_object(path)
+    if document.get("schema") != SCHEMA:
         raise CalibrationError(f'{path}: not a run of timed steps: its "schema" must be {SCHEMA!r}')
     if document.get("schema_version") != SCHEMA_VERSION:
         raise CalibrationError(
@@ -119,14 +123,21 @@ def _document(path: Path) -> Mapping[str, Any]:
     for key in PROVENANCE_KEYS:
         if not provenance.get(key):
             raise CalibrationError(f"{path}: its provenance does not say {key!r}; a run of unknown origin is not used")
-    for key in ("model", "limits", "memory", "settings"):
+    for key, needed in NEEDED.items():
         if not isinstance(document.get(key), dict):
             raise CalibrationError(f"{path}: it does not say {key!r}; `kvtwin calibrate measure` writes it")
+        check_keys(document[key], needed, f"{path}: {key}")
+    for name in NEEDED["limits"]:
+        value = document["limits"][name]
+        if not isinstance(value, int) or value < 1:
+            raise CalibrationError(f"{path}: limits {name} is {value!r}; it is a whole number, at least 1")
     return document
 
 
 def _steps(path: Path) -> list[Step]:
-    reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    if not path.is_file():
+        raise CalibrationError(f"{path}: there is no such file; without its steps a run says nothing")
+    reader = csv.DictReader(io.StringIO(read_text(path)))
     present = reader.fieldnames or []
     for column in COLUMNS:
         if column not in present:
@@ -145,22 +156,28 @@ def _other_unit(column: str, present: Sequence[str]) -> str:
     others = [name for name in present if stem and name in {stem + suffix for suffix in UNIT_SUFFIXES} | {stem}]
     if others:
         return f"; it has {others[0]!r} instead, which is another unit (or none): convert it to {column.rpartition('_')[2]}"
-    return f"; it has {', '.join(present)}"
+    return f"; it has {', '.join(present) or 'no columns'}"
 
 
 def _step(row: Mapping[str, str]) -> Step:
-    duration = float(row["duration_us"])
+    if None in row.values():
+        raise ValueError("it has fewer values than there are columns")
+    duration, elapsed = float(row["duration_us"]), float(row["elapsed_s"])
+    if not 0 <= elapsed < float("inf"):
+        raise ValueError(f"elapsed_s is {row['elapsed_s']}, which is no time")
     if not 0 < duration < float("inf"):
         raise ValueError(f"duration_us is {row['duration_us']}, which is no duration")
     counts = {name: int(row[name]) for name in COLUMNS if name not in (*_TEXT, *_OPTIONAL, "elapsed_s", "duration_us")}
     if any(value < 0 for name, value in counts.items() if name != "pass"):
         raise ValueError("a count is below 0")
+    if not counts["workspace_bytes"]:
+        raise ValueError("workspace_bytes is 0; every step needs some")
     return Step(
         session=counts["session"],
         pass_=counts["pass"],
         point=counts["point"],
         group=row["group"],
-        elapsed_s=float(row["elapsed_s"]),
+        elapsed_s=elapsed,
         duration_us=duration,
         shape=BatchShape(
             prefill=tuple(_chunk(text) for text in row["prefill"].split()),

@@ -45,26 +45,34 @@ def read_parquet(path: Path, columns: Sequence[str], least_rows: int = 1) -> pd.
     return checked(table, columns, str(path), least_rows)
 
 
-def checked(table: pd.DataFrame, columns: Sequence[str], where: str, least_rows: int) -> pd.DataFrame:
-    """`table`, found fit for use. Raises: CalibrationError."""
+def checked(
+    table: pd.DataFrame, columns: Sequence[str], where: str, least_rows: int, *, gaps: bool = False
+) -> pd.DataFrame:
+    """`table`, found fit for use. With `gaps` a number may be missing. Raises: CalibrationError."""
     for column in columns:
         if column not in table.columns:
             raise CalibrationError(f"{where}: column {column!r} is missing{_other_unit(column, table.columns)}")
     if len(table) < least_rows:
         raise CalibrationError(f"{where}: {len(table)} rows are too few to fit; at least {least_rows} are needed")
     for column in columns:
-        _check_numbers(table, column, where)
+        _check_numbers(table, column, where, gaps=gaps)
     return table
 
 
-def _check_numbers(table: pd.DataFrame, column: str, where: str) -> None:
+def _check_numbers(table: pd.DataFrame, column: str, where: str, *, gaps: bool) -> None:
     import numpy as np
     import pandas as pd
 
     if not pd.api.types.is_numeric_dtype(table[column]):
-        return  # names; a number column with one word in it is caught where its numbers are used
+        words = pd.to_numeric(table[column], errors="coerce").isna().to_numpy()
+        if not words.all():  # neither names nor numbers
+            first = int(np.flatnonzero(words)[0])
+            raise CalibrationError(
+                f"{where}: row {first + 1} has {column} = {table[column].iloc[first]!r} among numbers; a finite number is needed"
+            )
+        return
     values = table[column].to_numpy(dtype=np.float64)
-    bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    bad = np.flatnonzero(np.isinf(values) | (values < 0) | (np.isnan(values) & (not gaps)))
     if bad.size:
         raise CalibrationError(
             f"{where}: row {int(bad[0]) + 1} has {column} = {values[bad[0]]}; a finite number, at least 0, is needed"
@@ -79,4 +87,7 @@ def _other_unit(column: str, present: Any) -> str:
             others = [name for name in present if name in {stem + other for other in UNIT_SUFFIXES} | {stem}]
             if others:
                 return f"; it has {others[0]!r} instead, which is another unit (or none): convert it to {suffix[1:]}"
-    return f"; it has {', '.join(map(str, present))}"
+    others = [name for name in present if name in {column + other for other in UNIT_SUFFIXES}]
+    if others:
+        return f"; it has {others[0]!r} instead, which names a unit where none is expected"
+    return f"; it has {', '.join(map(str, present)) or 'no columns'}"

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sim.core.request import RequestSpec
 from sim.costs.protocol import CostModel
 from sim.policy_choice import choose_policy
 from sim.resolve import resolve
+from sim.results.metrics import request_gaps
 from sim.results.summary import request_columns, summarize, timeline_columns
 from sim.scenario import Scenario
 from sim.simulation import cost_model, engine_config
@@ -31,6 +33,10 @@ class SimulatedRun:
     e2el_s: Array
     finished_s: Array
     scheduled_s: Array
+    preemptions: npt.NDArray[np.int_]
+    """How often each was preempted."""
+    itl_gaps_s: tuple[Array, ...]
+    """Every gap between tokens of each request; none of one that did not finish."""
     timeline: dict[str, Array]
     """Engine state, an interval a row: time_s, duration_s, running, waiting, used_blocks …"""
 
@@ -97,10 +103,15 @@ def simulate_requests(
     def values(name: str) -> Array:
         return np.asarray([np.nan if value is None else value for value in columns[name]], dtype=np.float64)
 
+    gaps: dict[str, Array] = {}
+    for recorder in record.recorders:
+        gaps |= request_gaps(recorder)
     names = ("ttft_s", "tpot_s", "e2el_s", "finished_s", "scheduled_s")
     return SimulatedRun(
         profile=prices.name,
         summary=summary,
+        preemptions=np.asarray(columns["preemptions"], dtype=np.int_),
+        itl_gaps_s=tuple(gaps.get(name, np.zeros(0)) for name in columns["request_id"]),
         timeline={name: np.asarray(column, dtype=np.float64) for name, column in timeline.items()},
         **{name: values(name) for name in names},
     )

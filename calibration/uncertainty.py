@@ -1,12 +1,19 @@
-"""What the uncertainty of a profile does to a prediction: the run is simulated again with terms as they may also be.
+"""What the uncertainty of a profile does to a prediction: the run is simulated again with prices as they may also be.
 
-Each draw scales every term by a factor that its held-out points suggest, and the metrics of the runs so priced span the interval.
-It is the uncertainty of the kernel tables alone. What no table holds (host time, gaps, clocks under load, an engine of another
-version) is not in it.
+Draw k of the prices changes all that is not known of them at once, each source by random numbers of its own (`SOURCES`):
+
+    terms         every table by its draw: held-out errors of kernel tables, or resampled steps of a run that was timed
+    step          whole steps by one factor: what the fit to timed steps leaves beyond their noise
+    composition   whole steps by one factor: another model's shape, as far off as axes were that the fit had not seen
+    gap           stated gaps between kernels by one factor
+    host          host times that were fitted to a run's first requests, by their draw
+
+A run priced by all of it spans the interval. What no profile knows (clocks under load, an engine of another version) is not in it.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,73 +22,101 @@ import numpy as np
 from sim.costs.overlap import OverlappedHost, overlapped
 from sim.costs.piecewise import Grid, Line
 from sim.costs.profile import FittedProfile
+from sim.costs.profile_file import tables_of
 from sim.costs.protocol import CostModel
+from sim.costs.terms import StepTerms
 
 from .errors import CalibrationError
 from .judge import Judgement
 from .runs import RecordedRun
+from .split import SEED
 from .twin import SimulatedRun
 
 SHARE = 0.9
-"""Share of the draws that an interval holds."""
+"""Share of runs that an interval is to hold."""
 LEAST_DRAWS = 4
+SOURCES = ("terms", "step", "composition", "gap", "host")
+
+
+def check_draws(count: int, flag: str) -> None:
+    """Raise CalibrationError for a number of draws that spans no interval; 0 asks for none."""
+    if 0 < count < LEAST_DRAWS:
+        raise CalibrationError(
+            f"{flag} is {count}; an interval takes the spread of the draws, which fewer than {LEAST_DRAWS} cannot tell: give at least "
+            f"{LEAST_DRAWS} (12 or more for a narrow one), or 0 for no interval"
+        )
 
 
 def drawn(cost: FittedProfile, number: int) -> FittedProfile:
-    """The prices with every term scaled by its draw `number`; draws repeat when there are fewer."""
-    terms = cost.terms
-    factor = {name: drawn[number % len(drawn)] for name, drawn in terms.samples.items()}
-
-    def line(table: Line, name: str) -> Line:
-        return Line(table.x, tuple(value * factor.get(name, 1.0) for value in table.y))
-
-    def grid(table: Grid, name: str) -> Grid:
-        return Grid(table.x, table.y, tuple(tuple(value * factor.get(name, 1.0) for value in row) for row in table.z))
-
-    scaled = replace(
-        terms,
-        dense=line(terms.dense, "dense"),
-        rows=line(terms.rows, "rows"),
-        prefill=grid(terms.prefill, "prefill"),
-        decode=grid(terms.decode, "decode"),
-        mixed=grid(terms.mixed, "mixed"),
-        chunk_launch_s=terms.chunk_launch_s * factor.get("prefill", 1.0),
-        mixed_tile_s=terms.mixed_tile_s * factor.get("mixed", 1.0),
-    )
-    return FittedProfile(scaled, name=cost.name)
+    """The prices as draw `number` has them: always the same for the same number."""
+    terms = _terms(cost.terms, number)
+    spreads = cost.terms.spreads
+    whole = float(np.exp(sum(spreads.get(name, 0.0) * _normal(name, number) for name in ("step", "composition"))))
+    gap = float(np.exp(spreads.get("gap", 0.0) * _normal("gap", number)))
+    host = (terms.step_s, terms.seq_s, terms.token_s)
+    if terms.host_samples:
+        host = terms.host_samples[_index("host", number, len(terms.host_samples))]
+    scaled = _scaled(terms, whole)
+    changed = replace(scaled, gap_s=terms.gap_s * gap, step_s=host[0], seq_s=host[1], token_s=host[2])
+    return FittedProfile(changed, name=cost.name)
 
 
 def draws(cost: CostModel, count: int) -> list[CostModel]:
     """So many draws of the prices. Raises: CalibrationError for prices that know no uncertainty, or too few draws."""
     if isinstance(cost, OverlappedHost):
         return [overlapped(one) for one in draws(cost.inner, count)]
-    if not isinstance(cost, FittedProfile) or not cost.terms.samples:
+    if not isinstance(cost, FittedProfile) or not sources_of(cost):
         raise CalibrationError(
             f"prices {cost.name!r} say nothing of their uncertainty; those of a fitted profile do (--profile auto)"
         )
-    if count < LEAST_DRAWS:
-        raise CalibrationError(f"{count} draws span no interval; at least {LEAST_DRAWS} are needed")
+    check_draws(count, "the number of draws")
     return [drawn(cost, number) for number in range(count)]
 
 
+def sources_of(cost: CostModel) -> tuple[str, ...]:
+    """Which of `SOURCES` draws of the prices change."""
+    if isinstance(cost, OverlappedHost):
+        return sources_of(cost.inner)
+    if not isinstance(cost, FittedProfile):
+        return ()
+    terms = cost.terms
+    there = {
+        "terms": bool(terms.samples or terms.drawn),
+        "host": bool(terms.host_samples),
+        **dict.fromkeys(terms.spreads, True),
+    }
+    return tuple(name for name in SOURCES if there.get(name))
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The central `SHARE` of the values."""
-    low, high = np.nanquantile(np.asarray(values, dtype=np.float64), [(1 - SHARE) / 2, (1 + SHARE) / 2])
-    return float(low), float(high)
+    """Where the next value lies with probability `SHARE`, by Student's t: of logarithms, where all values are positive.
+
+    The quantiles of a dozen draws are too narrow: their outermost ones hold the next value in 85 % of cases, not in 90.
+    """
+    from scipy.stats import t as student
+
+    found = np.asarray(values, dtype=np.float64)
+    found = found[np.isfinite(found)]
+    if found.size < 2:
+        return float("nan"), float("nan")
+    logarithms = bool((found > 0).all())
+    if logarithms:
+        found = np.log(found)
+    half = float(student.ppf((1 + SHARE) / 2, found.size - 1) * found.std(ddof=1) * np.sqrt(1 + 1 / found.size))
+    low, high = float(found.mean()) - half, float(found.mean()) + half
+    return (float(np.exp(low)), float(np.exp(high))) if logarithms else (low, high)
 
 
 def with_intervals(
     judgement: Judgement,
-    cost: CostModel,
-    count: int,
+    costs: Sequence[CostModel],
     simulate: Callable[[CostModel], SimulatedRun],
     judged: Callable[[RecordedRun, SimulatedRun], Judgement],
 ) -> Judgement:
-    """The judgement with the interval of every prediction. `simulate` prices the run again, `judged` compares as before.
-
-    Raises: CalibrationError as `draws`.
+    """The judgement with the interval of every prediction. `simulate` prices the run again by each of `costs`, which `draws` made;
+    `judged` compares as before.
     """
-    again = [judged(judgement.run, simulate(one)) for one in draws(cost, count)]
+    again = [judged(judgement.run, simulate(one)) for one in costs]
     values: dict[str, list[float]] = {metric.name: [] for metric in judgement.metrics}
     for other in again:
         for metric in other.metrics:
@@ -93,3 +128,61 @@ def with_intervals(
             replace(metric, predicted_low=min(low, metric.predicted), predicted_high=max(high, metric.predicted))
         )
     return replace(judgement, metrics=tuple(metrics))
+
+
+def _terms(terms: StepTerms, number: int) -> StepTerms:
+    """Every table by its draw. Draws of tables are kept together: where one is too high because another is too low, both say so."""
+    if terms.drawn:
+        return replace(terms, **tables_of(terms.drawn[_choice(number, len(terms.drawn))]))
+    factor = {name: found[_choice(number, len(found))] for name, found in terms.samples.items()}
+    return replace(
+        terms,
+        dense=_line(terms.dense, factor.get("dense", 1.0)),
+        rows=_line(terms.rows, factor.get("rows", 1.0)),
+        prefill=_grid(terms.prefill, factor.get("prefill", 1.0)),
+        decode=_grid(terms.decode, factor.get("decode", 1.0)),
+        mixed=_grid(terms.mixed, factor.get("mixed", 1.0)),
+        chunk_launch_s=terms.chunk_launch_s * factor.get("prefill", 1.0),
+        mixed_tile_s=terms.mixed_tile_s * factor.get("mixed", 1.0),
+    )
+
+
+def _choice(number: int, count: int) -> int:
+    """Which of `count` draws: each once, and then again in another order with the other sources."""
+    return number if number < count else _index("terms", number, count)
+
+
+def _scaled(terms: StepTerms, factor: float) -> StepTerms:
+    """All that the device does in a step, times one factor; host times, gaps and moves stay."""
+    return replace(
+        terms,
+        dense=_line(terms.dense, factor),
+        rows=_line(terms.rows, factor),
+        prefill=_grid(terms.prefill, factor),
+        decode=_grid(terms.decode, factor),
+        mixed=_grid(terms.mixed, factor),
+        all_reduce=None if terms.all_reduce is None else _line(terms.all_reduce, factor),
+        chunk_launch_s=terms.chunk_launch_s * factor,
+        mixed_tile_s=terms.mixed_tile_s * factor,
+        excess_token_s=terms.excess_token_s * factor,
+    )
+
+
+def _line(table: Line, factor: float) -> Line:
+    return Line(table.x, tuple(value * factor for value in table.y))
+
+
+def _grid(table: Grid, factor: float) -> Grid:
+    return Grid(table.x, table.y, tuple(tuple(value * factor for value in row) for row in table.z))
+
+
+def _stream(source: str, number: int) -> np.random.Generator:
+    return np.random.default_rng([SEED, zlib.crc32(source.encode()), number])
+
+
+def _normal(source: str, number: int) -> float:
+    return float(_stream(source, number).standard_normal())
+
+
+def _index(source: str, number: int, count: int) -> int:
+    return int(_stream(source, number).integers(count))

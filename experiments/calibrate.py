@@ -191,7 +191,13 @@ def judge_command(
     tail_margin: Annotated[
         float, typer.Option("--tail-margin", metavar="SHARE", help="The same for percentiles and trajectories.")
     ] = 0.10,
-    draws: Annotated[
+    preemption_margin: Annotated[
+        float,
+        typer.Option(
+            "--preemption-margin", metavar="SHARE", help="How far the ratio of preemptions may be off, either way."
+        ),
+    ] = 0.25,
+    num_draws: Annotated[
         int,
         typer.Option(
             "--draws",
@@ -212,7 +218,7 @@ def judge_command(
     from calibration.runs import read_run
     from calibration.trajectories import EQUIVALENT
     from calibration.twin import simulate_requests
-    from calibration.uncertainty import with_intervals
+    from calibration.uncertainty import check_draws, draws, with_intervals
     from sim.resolve import resolve
     from sim.simulation import cost_model
 
@@ -220,20 +226,21 @@ def judge_command(
         raise CalibrationError("no recorded run is given; for example --run runs/rtx4090-llama-3.1-8b")
     if scenario.workload.trace is not None or scenario.workload.workload is not None:
         raise CalibrationError("the requests are the recorded run's: leave --trace and --workload out")
+    check_draws(num_draws, "--draws")
     make_room(None, html)
-    margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin)
+    margins = Margins(mean=margin, tail=tail_margin, trajectory=tail_margin, preemptions=preemption_margin)
     run = read_run(recorded, prefixes)
     if run.scenario is not None:  # it says itself what was run; flags change that
         scenario = run.scenario.with_(**{name: keys for name, keys in scenario.given().items() if keys})
+    costs = draws(cost_model(resolve(scenario)), num_draws) if num_draws else []
     with Progress("kvtwin calibrate judge") as progress:
         progress.say("simulating")
         judged = judge(run, simulate_requests(scenario, run.requests), margins)
-        if draws:
-            progress.say(f"simulating {draws} draws of the profile")
+        if costs:
+            progress.say(f"simulating {num_draws} draws of the profile")
             judged = with_intervals(
                 judged,
-                cost_model(resolve(scenario)),
-                draws,
+                costs,
                 lambda cost: simulate_requests(scenario, run.requests, cost),
                 lambda recorded, twin: judge(recorded, twin, margins),
             )

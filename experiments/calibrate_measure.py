@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.measure import DEFAULT_MODEL, MeasureSettings, measure
+from calibration.measure import DEFAULT_MODEL, MeasureSettings, first_pass, measure
+from calibration.measure_session import MOST_OVERRUN
 from calibration.quality import assess
 
 from .outputs import make_room
@@ -26,7 +27,15 @@ def run_measure(out: Path, *, model: str | None, budget: str, json: bool, **sett
         make_room(out)
     with Progress("kvtwin calibrate measure") as progress:
         run = measure(wanted, seconds(budget), out, command=command, tell=progress.say)
-    quality, _ = assess(run.steps)
+    done, whole = first_pass(run, wanted)
+    if done < whole:
+        needed = run.spent_s * whole / max(done, 1)
+        raise CalibrationError(
+            f"the first pass is not whole: {done} of {whole} designed steps were timed in {run.spent_s:.0f} s, {MOST_OVERRUN:g} times the "
+            f"budget; nothing can be fitted without it. They are kept in {out}: give the command again with --budget "
+            f"{needed / MOST_OVERRUN:.0f}s or more, or measure a smaller range (--max-num-batched-tokens, --max-num-seqs, --max-model-len)"
+        )
+    quality, _ = assess(run.steps, run.document.get("clocks", ()), run.document.get("skipped", ()))
     if json:
         print_json({"out": str(out), "spent_s": run.spent_s, "quality": quality.as_dict(), **run.document})
         return 0

@@ -9,6 +9,7 @@ from .terminal import say
 
 if TYPE_CHECKING:
     from calibration.judge import Judgement, Metric
+    from calibration.trajectories import Trajectory
 
 
 def print_fit(profile: dict[str, Any], out: Path) -> None:
@@ -21,6 +22,14 @@ def print_fit(profile: dict[str, Any], out: Path) -> None:
             say(f"  {key.replace('_', ' '):<48} " + ", ".join(f"{name} {off:+.1%}" for name, off in value.items()))
     for term, (low, high) in profile["intervals"].items():
         say(f"  {term:<48} 95 % interval of the term as a whole [{low:+.1%}, {high:+.1%}]")
+    memory = profile.get("memory", {})
+    if "lines" in memory:
+        limits = ", ".join(f"{name} {value:,}" for name, value in memory["limits"].items())
+        low, high = memory["workspace_interval"]
+        names, engine = ", ".join(memory["lines"]), memory["engine"].split(",")[0]
+        say(
+            f"  memory lines of {engine}: {names}, step buffers; a step's peak [{low:+.1%}, {high:+.1%}]; measured up to {limits}"
+        )
     for text in profile["identifiability"]:
         say(f"  note: {text}")
     say(f"wrote {out}")
@@ -41,13 +50,23 @@ def print_judgement(judged: Judgement) -> None:
     for path in judged.trajectories:
         say(
             f"  {path.name:<26} {path.measured_mean:10.4g} measured {path.predicted_mean:10.4g} predicted "
-            f"distance {path.distance:.1%}  {path.verdict}"
+            f"{_apart(path)}  {path.verdict}"
         )
-    preemptions = judged.as_dict()["preemptions"]
-    if preemptions["measured"] is not None:
-        say(f"  {'preemptions':<26} {preemptions['measured']:10,} measured {preemptions['predicted']:10,} predicted")
+    found = judged.preemptions
+    measured = "not counted" if found.measured is None else f"{found.measured:,} measured"
+    ratio = "" if found.low is None or found.high is None else f"ratio [{found.low:.2f}, {found.high:.2f}]  "
+    say(f"  {'preemptions':<26} {measured:>19} {found.predicted:10,} predicted {ratio}{found.verdict}: {found.why}")
+    if judged.untold:
+        say(f"  too little of it to tell: {', '.join(judged.untold)}; the verdict leaves it out")
     for warning in judged.twin.summary["warnings"]:
         say(f"  note: {warning}")
+
+
+def _apart(path: Trajectory) -> str:
+    """How far apart the two trajectories are, or between which ratios their means lie."""
+    if path.ratio_low is None or path.ratio_high is None:
+        return f"distance {path.distance:.1%}"
+    return f"ratio of means [{path.ratio_low:.2f}, {path.ratio_high:.2f}]"
 
 
 def _predicted_interval(metric: Metric) -> str:

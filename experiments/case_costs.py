@@ -13,6 +13,7 @@ from .profile_sources import Case
 
 KERNELS_ONLY = "profile, kernels only"
 STATED_GAPS = "profile, with stated gaps"
+COMPOSED = "composed from the card's kernel terms"
 
 
 def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
@@ -25,11 +26,7 @@ def costs_of(case: Case) -> dict[str, FittedProfile | Roofline]:
         f"{STATED_GAPS} of {embedded.terms.gap_s * 1e3:.2f} ms a step": embedded,
         "roofline": Roofline(model, device, tensor_parallel_size=ranks),
         **(
-            {
-                "composed from the card's kernel terms": fitted_cost(
-                    device.name, model, device, tensor_parallel_size=ranks
-                )
-            }
+            {COMPOSED: fitted_cost(device.name, model, device, tensor_parallel_size=ranks)}
             if case.profile != device.name
             else {}
         ),

@@ -103,6 +103,9 @@ def as_document(account: Ledger, warnings: Sequence[str]) -> dict[str, Any]:
                 "formula": line.formula,
                 "numbers": line.numbers,
                 "inside_budget": line.inside_budget,
+                "origin": line.origin or "counted",
+                "low_bytes": line.low_bytes,
+                "high_bytes": line.high_bytes,
                 "ops": [_op(op) for op in line.ops],
             }
             for line in account.lines

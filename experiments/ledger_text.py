@@ -21,15 +21,13 @@ _BAR = 40
 def as_text(account: Ledger, warnings: Sequence[str], *, explain: bool) -> str:
     """The account as a table; with `explain`, each line is followed by its formula, its numbers and its parts."""
     ranks = account.tensor_parallel_size * account.pipeline_parallel_size
-    name = "vLLM" if account.engine == "vllm" else "SGLang"
-    version = account.engine_version.lower().removeprefix(account.engine).lstrip("-=@ ")
     stage = (
         f", stage {account.pipeline_rank} of {account.pipeline_parallel_size}"
         if account.pipeline_parallel_size > 1
         else ""
     )
     text = [
-        f"{account.model} on {ranks if ranks > 1 else 'one'} {account.gpu}, {name} {version}{stage}: GiB a rank",
+        f"{account.model} on {ranks if ranks > 1 else 'one'} {account.gpu}, {_engine(account)}{stage}: GiB a rank",
         "",
         *_waterfall(account, explain=explain),
         "",
@@ -46,6 +44,15 @@ def as_text(account: Ledger, warnings: Sequence[str], *, explain: bool) -> str:
     if explain:
         text += ["", "  phases of a step (allocated GiB; * is run by the start-up profile)", *_phases(account)]
     return "\n".join([*text, *(f"  note: {warning}" for warning in warnings)])
+
+
+def _engine(account: Ledger) -> str:
+    """The engine whose account it is."""
+    name = "vLLM" if account.engine == "vllm" else "SGLang"
+    version = account.engine_version.lower().removeprefix(account.engine).lstrip("-=@ ")
+    if account.measured is None:
+        return f"{name} {version}"
+    return f"{account.measured.engine.split(',')[0]} as measured (otherwise {name} {version})"
 
 
 def _groups(account: Ledger) -> Iterator[str]:
@@ -96,6 +103,10 @@ def _waterfall(account: Ledger, *, explain: bool) -> Iterator[str]:
         if explain:
             yield f"      = {line.formula}"
             yield f"      = {line.numbers}"
+            if line.origin:
+                yield f"      from {line.origin}"
+            if line.low_bytes is not None and line.high_bytes is not None:
+                yield f"      95 % interval {number(line.low_bytes)} to {number(line.high_bytes)} B"
             yield from (f"        {_op(op)}" for op in line.ops)
     total = sum(line.bytes for line in account.lines)
     yield f"  {'total':<{width}}{total / GIB:>10.3f}  (· outside the engine's share of {account.budget_bytes / GIB:.3f})"

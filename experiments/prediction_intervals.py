@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.uncertainty import SHARE, draws, interval
+from calibration.uncertainty import SHARE, check_draws, draws, interval, sources_of
+from sim.costs.protocol import CostModel
 from sim.resolve import resolve
 from sim.scenario import Scenario
 from sim.simulation import cost_model, simulate
 
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 STATISTICS = ("mean", "p50", "p90", "p99")
+WORDS = {
+    "terms": "held-out error of its terms",
+    "step": "what the fit leaves of a step",
+    "composition": "another model's shape",
+    "gap": "the stated gap between kernels",
+    "host": "fitted host times",
+}
+"""What each source of uncertainty is."""
 NUMBERS = ("request_throughput_per_s", "output_throughput_tokens_per_s", "simulated_time_s")
 
 
-def prediction_intervals(scenario: Scenario, count: int) -> dict[str, Any]:
-    """By the summary's own keys, `[low, high]` of each time and throughput over `count` draws of the profile.
+def drawn_prices(scenario: Scenario, count: int) -> list[CostModel]:
+    """So many draws of the scenario's prices; to be asked before anything runs. None for 0.
 
-    Raises: CalibrationError for a run that is real, or prices that know no uncertainty.
+    Raises: CalibrationError for too few draws, a run that is real, or prices that know no uncertainty.
     """
-    resolved = resolve(scenario)
+    check_draws(count, "--profile-draws")
+    if not count:
+        return []
     if scenario.run.executor == "torch":
         raise CalibrationError("a real run is measured, not predicted: leave --profile-draws out")
-    found = [simulate(scenario, cost=cost).summary for cost in draws(cost_model(resolved), count)]
+    return draws(cost_model(resolve(scenario)), count)
+
+
+def prediction_intervals(scenario: Scenario, costs: Sequence[CostModel]) -> dict[str, Any]:
+    """By the summary's own keys, `[low, high]` of each time and throughput over runs with these draws of the prices."""
+    found = [simulate(scenario, cost=cost).summary for cost in costs]
     times = {
         name: {
             statistic: list(interval([one[name][statistic] for one in found]))
@@ -33,8 +50,9 @@ def prediction_intervals(scenario: Scenario, count: int) -> dict[str, Any]:
         for name in TIMES
     }
     return {
-        "draws": count,
+        "draws": len(costs),
         "share": SHARE,
+        "sources": list(sources_of(cost_model(resolve(scenario)))),
         **{name: statistics for name, statistics in times.items() if statistics},
         **{name: list(interval([one[name] for one in found])) for name in NUMBERS},
     }
@@ -49,6 +67,7 @@ def interval_lines(intervals: dict[str, Any]) -> list[str]:
         if statistic in ("mean", "p99")
     ]
     return [
-        f"profile's uncertainty, {intervals['share']:.0%} of {intervals['draws']} draws: {', '.join(shown)}; "
-        "host time and clocks under load are not in it"
+        f"{intervals['share']:.0%} intervals by {intervals['draws']} draws of the profile's uncertainty "
+        f"({', '.join(WORDS[source] for source in intervals['sources'])}): {', '.join(shown)}; clocks under load and another engine "
+        "version are not in them"
     ]

@@ -32,16 +32,17 @@ def run(
 ) -> int:
     """Simulate or run for real, write the files, print. Returns the exit code.
 
-    Raises StartUpError, after its log was written to `out`, when the engine does not start; PeakStepError, after the results
-    were written, when the run had no such step.
+    Raises CalibrationError, before anything runs, for draws of a profile that span no interval; StartUpError, after its log was
+    written to `out`, when the engine does not start; PeakStepError, after the results were written, when the run had no such step.
     """
     from sim.memory.start_up import StartUpError
     from sim.results.console import print_summary
     from sim.results.files import write_text
 
-    from .prediction_intervals import interval_lines, prediction_intervals
+    from .prediction_intervals import drawn_prices, interval_lines, prediction_intervals
     from .real_run import PeakStepError, run_scenario
 
+    costs = drawn_prices(scenario, profile_draws)
     make_room(out, html, memory_snapshot)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
         progress.say("simulating" if scenario.run.executor != "torch" else "running for real")
@@ -56,10 +57,10 @@ def run(
         except PeakStepError as error:
             _write(error.result, out, html)  # what ran is not lost
             raise
-        if profile_draws:
+        if costs:
             progress.say(f"simulating {profile_draws} draws of the profile")
             summary: Any = result.summary
-            summary["prediction_intervals"] = prediction_intervals(scenario, profile_draws)
+            summary["prediction_intervals"] = prediction_intervals(scenario, costs)
     written = _write(result, out, html) + [path for path in (decision_log, memory_snapshot) if path is not None]
     if json:
         print_json(result.summary)
@@ -67,7 +68,7 @@ def run(
     print_summary(result)
     for line in _device_lines(result.summary):
         say(line)
-    if profile_draws:
+    if costs:
         for line in interval_lines(result.summary["prediction_intervals"]):
             say(line)
     for path in written:

@@ -14,6 +14,8 @@ from sim.core.request import RequestSpec
 from sim.costs import FixedCost
 from sim.world.run import run_world
 
+from .interval_coverage import SETS, print_coverage
+
 INJECTED = {"base_s": 4e-3, "per_token_s": 30e-6, "per_context_token_s": 0.08e-6, "per_seq_s": 60e-6}
 """Costs about those of an 8B model on one large GPU."""
 NOISE = 0.02
@@ -105,6 +107,7 @@ def print_self_test(data: Path) -> None:
             f"designed, {NOISE:.0%} noise {noisy.values[name] / INJECTED[name] - 1:+.2%}, interval [{low:.3e}, {high:.3e}]   "
             f"served, {NOISE:.0%} noise {served.values[name] / INJECTED[name] - 1:+.1%}"
         )
+    print_coverage(SETS)
     share, worst = coverage(COVERAGE_SETS)
     print(
         f"  95 % intervals hold the true value in {share:.1%} of {COVERAGE_SETS} noisy designed sets x {len(TERMS)} terms; "

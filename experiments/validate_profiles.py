@@ -25,7 +25,7 @@ from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile
 from sim.costs.protocol import CostModel
 
-from .case_costs import KERNELS_ONLY, STATED_GAPS, costs_of
+from .case_costs import COMPOSED, KERNELS_ONLY, STATED_GAPS, costs_of
 from .profile_sources import HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_6000, RUNS, Case
 from .validate_cliff import print_cliff
 from .validate_gaps import print_gaps
@@ -113,7 +113,7 @@ def _print_runs(case: Case, run: RecordedRun, costs: dict[str, CostModel]) -> No
             means = f"{path.measured_mean:.3g} measured, {path.predicted_mean:.3g} simulated"
             print(f"    {path.name:<9} distance {path.distance:.1%}, mean {means}")
         _print_preempted(run, twin)
-        if label.startswith(STATED_GAPS):
+        if label.startswith((STATED_GAPS, COMPOSED)):
             _print_intervals(case, run, cost)
 
 
@@ -123,10 +123,12 @@ def _print_intervals(case: Case, run: RecordedRun, cost: CostModel) -> None:
     shown = []
     for name, of in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("e2el", "e2el_s")):
         measured = float(np.nanmean(getattr(run, of)))
-        low, high = interval([float(np.nanmean(getattr(twin, of))) / measured - 1 for twin in twins])
-        shown.append(f"{name} mean [{low:+.1%}, {high:+.1%}]")
-    low, high = interval([twin.makespan_s / run.makespan_s - 1 for twin in twins])
-    print(f"    90 % of {DRAWS} draws of the profile: {', '.join(shown)}, makespan [{low:+.1%}, {high:+.1%}]")
+        low, high = interval([float(np.nanmean(getattr(twin, of))) / measured for twin in twins])
+        shown.append(f"{name} mean [{low - 1:+.1%}, {high - 1:+.1%}]")
+    low, high = interval([twin.makespan_s / run.makespan_s for twin in twins])
+    print(
+        f"    90 % intervals by {DRAWS} draws of the profile: {', '.join(shown)}, makespan [{low - 1:+.1%}, {high - 1:+.1%}]"
+    )
 
 
 def _print_preempted(run: RecordedRun, twin: SimulatedRun) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from sim.core.blocks import NO_BLOCK
 
+from .group_rows import GroupBuffers, GroupRows, slots_of
 from .step_buffer import StepArena, StepBuffer
 
 
@@ -31,11 +32,18 @@ class Work:
     """Its blocks in token order; NO_BLOCK for one that was given up."""
     samples: bool
     """Whether a token is sampled from the last of them."""
+    group_tables: tuple[Sequence[int], ...] = ()
+    """Of a model with several attention groups the table of each; `block_table` is the first. Empty for a model with one."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed now."""
         return len(self.token_ids)
+
+    @property
+    def tables(self) -> tuple[Sequence[int], ...]:
+        """The block table of each attention group."""
+        return self.group_tables or (self.block_table,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +68,12 @@ class StepBatch:
     """Those of them that sample, in that order: the first rows of `tokens_out`."""
     num_decodes: int
     """Leading sequences of one token each, rows of padding included."""
-    max_seq_len: int
     token_ids: Any
     """`[num_tokens]` int64."""
     positions: Any
     """`[num_tokens]` int64: places in the sequence, counting what was given up."""
-    slots: Any
-    """`[num_tokens]` int64: where their KV goes."""
-    block_table: Any
-    """`[num_seqs, max_blocks]` int32, blocks that were given up left out."""
-    seq_lens: Any
-    """`[num_seqs]` int32: KV that is read, the new tokens included."""
+    groups: tuple[GroupRows, ...]
+    """Slots, block tables and lengths in each attention group."""
     query_starts: Any
     """`[num_seqs - num_decodes + 1]` int32: rows of each chunk, counted from the first chunk's first row."""
     sample_rows: Any
@@ -87,16 +90,17 @@ class StepBatch:
 class BatchBuffers:
     """Room for the largest step that the engine may plan."""
 
-    def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any) -> None:
+    def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any, num_groups: int = 1) -> None:
+        """`max_blocks` is the length of the longest block table, `num_groups` how many of them a sequence has."""
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
         self._arena = arena = StepArena(device)
         self._query_starts = StepBuffer(max_seqs + 1, torch.int32, arena)
         self._sample_rows = StepBuffer(max_seqs, torch.int64, arena)
         self._temperature, self._top_p, self._uniform = (StepBuffer(max_seqs, torch.float32, arena) for _ in range(3))
         self._top_k = StepBuffer(max_seqs, torch.int32, arena)
-        self._seq_lens = StepBuffer(max_seqs, torch.int32, arena)
-        self._token_ids, self._positions, self._slots = (StepBuffer(max_tokens, torch.int64, arena) for _ in range(3))
-        self._tables = StepBuffer(max_seqs * max_blocks, torch.int32, arena)
+        self._token_ids, self._positions = (StepBuffer(max_tokens, torch.int64, arena) for _ in range(2))
+        rows = [GroupBuffers.rows(max_tokens, max_seqs, arena) for _ in range(num_groups)]
+        self._groups = [GroupBuffers(*own, StepBuffer(max_seqs * max_blocks, torch.int32, arena)) for own in rows]
         arena.make()
         self._tokens_out = torch.zeros(max_seqs, dtype=torch.int64, device=device)
 
@@ -120,15 +124,15 @@ class BatchBuffers:
         captured graph needs. Rows beyond the work store into no slot, read no KV, and what they sample is nobody's.
 
         Raises:
-            ValueError: more than the buffers have room for, a block table too short for its tokens, or something other than
-                decodes to be padded.
+            ValueError: more than the buffers have room for, a block table too short for its tokens, another number of block
+                tables than there are groups, or something other than decodes to be padded.
         """
         if pad_to is not None and (len(work) > pad_to or any(item.num_tokens > 1 or not item.samples for item in work)):
             raise ValueError(f"{len(work)} sequences are no decode batch that could be padded to {pad_to} rows")
         drawn = dict(zip((item.name for item in work if item.samples), uniform, strict=bool(uniform)))
         order = sorted(work, key=lambda item: item.num_tokens > 1)  # stable: running order is kept among equals
         num_tokens = sum(item.num_tokens for item in order)
-        width = max(1, *(len(item.block_table) for item in order)) if pad_to is None else self.max_blocks
+        width = max(1, *(len(table) for item in order for table in item.tables)) if pad_to is None else self.max_blocks
         if (
             max(num_tokens, pad_to or 0) > self.max_tokens
             or max(len(order), pad_to or 0) > self.max_seqs
@@ -141,19 +145,16 @@ class BatchBuffers:
         num_decodes = sum(item.num_tokens == 1 for item in order)
         self._arena.refill()
         self._query_starts.cells[0] = 0
-        row = longest = 0
+        row = 0
         rows: list[int] = []
         for index, item in enumerate(order):
             end = row + item.num_tokens
             last = item.context_tokens + item.num_tokens
             self._token_ids.cells[row:end] = item.token_ids
             self._positions.cells[row:end] = range(item.context_tokens, last)
-            self._slots.cells[row:end] = self.slots(item, block_size)
-            held = [block for block in item.block_table if block != NO_BLOCK]
-            length = last - (len(item.block_table) - len(held)) * block_size
-            self._tables.cells[index * width : index * width + len(held)] = held
-            self._seq_lens.cells[index] = length
-            longest = max(longest, length)
+            for group, table in zip(self._groups, item.tables, strict=True):
+                slots = slots_of(item.name, table, item.context_tokens, last, block_size)
+                group.put(index, row, slots, table, width, last - table.count(NO_BLOCK) * block_size)
             if index >= num_decodes:
                 self._query_starts.cells[index - num_decodes + 1] = end - num_decodes
             if item.samples:
@@ -174,12 +175,9 @@ class BatchBuffers:
             names=tuple(item.name for item in order),
             sampled=sampled,
             num_decodes=num_decodes,
-            max_seq_len=longest,
             token_ids=self._token_ids.sent(num_tokens),
             positions=self._positions.sent(num_tokens),
-            slots=self._slots.sent(num_tokens),
-            block_table=self._tables.sent(num_seqs * width).view(num_seqs, width),
-            seq_lens=self._seq_lens.sent(num_seqs),
+            groups=tuple(group.sent(num_tokens, num_seqs, width) for group in self._groups),
             query_starts=self._query_starts.sent(num_seqs - num_decodes + 1),
             sample_rows=self._sample_rows.sent(count),
             temperature=self._temperature.sent(count),
@@ -192,27 +190,12 @@ class BatchBuffers:
         return batch
 
     def _pad(self, first: int, end: int) -> None:
-        """Rows `[first, end)` of a decode batch are nobody's: token 0 at position 0, slot 0 of NO_BLOCK, no KV to read."""
+        """Rows `[first, end)` of a decode batch are nobody's: token 0 at position 0, without KV."""
         rows = end - first
-        for buffer in (self._token_ids, self._positions, self._slots, self._seq_lens, self._temperature, self._top_k):
+        for buffer in (self._token_ids, self._positions, self._temperature, self._top_k):
             buffer.cells[first:end] = [0] * rows
-        self._tables.cells[first * self.max_blocks : end * self.max_blocks] = [NO_BLOCK] * (rows * self.max_blocks)
+        for group in self._groups:
+            group.pad(first, end, self.max_blocks)
         self._sample_rows.cells[first:end] = range(first, end)
         self._top_p.cells[first:end] = [1.0] * rows
         self._uniform.cells[first:end] = [0.0] * rows
-
-    def slots(self, item: Work, block_size: int) -> list[int]:
-        """Where the KV of a sequence's new tokens goes, one slot a token.
-
-        Raises:
-            ValueError: its table has no block for one of them.
-        """
-        table, first = item.block_table, item.context_tokens
-        last = first + item.num_tokens
-        if last > len(table) * block_size or any(
-            table[i] == NO_BLOCK for i in range(first // block_size, -(-last // block_size))
-        ):
-            raise ValueError(
-                f"{item.name} has no block for one of its tokens [{first}, {last}): its table is {list(table)}"
-            )
-        return [table[place // block_size] * block_size + place % block_size for place in range(first, last)]

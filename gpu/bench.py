@@ -25,7 +25,7 @@ from .require import require
 DECODE_SHAPES = ((1, 8192), (16, 8192), (64, 8192), (128, 4096), (256, 2048))
 """(sequences, KV tokens of each) that decode attention is timed at: 32 query heads, 8 KV heads of 128, bfloat16."""
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-SWEEP = ((32, 3, 4), (64, 2, 4), (64, 3, 4), (64, 4, 4), (128, 2, 4), (128, 3, 4), (64, 3, 8), (128, 3, 8))
+SWEEP = ((32, 5, 4), (32, 3, 4), (32, 7, 4), (64, 5, 4), (64, 3, 4), (64, 2, 4), (64, 5, 8), (128, 3, 8))
 """(positions of a tile, stages, warps) that decode attention is tried with."""
 
 
@@ -164,7 +164,6 @@ def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int)
     total = batch_size * blocks
     kv = torch.randn((total + 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), dtype=dtype, device=device)
     query = torch.randn((batch_size, Q_HEADS, HEAD_DIM), dtype=dtype, device=device)
-    part = torch.empty((batch_size, Q_HEADS, splits, HEAD_DIM), device=device)
     return DecodeCall(
         query=query,
         cache=KVView.of(kv),
@@ -173,8 +172,8 @@ def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int)
         out=torch.empty_like(query),
         softmax_scale=HEAD_DIM**-0.5,
         num_splits=splits,
-        partial_out=part,
-        partial_lse=part[..., 0].contiguous(),
+        partial_out=torch.empty((batch_size, Q_HEADS, splits, HEAD_DIM), device=device),
+        partial_lse=torch.empty((batch_size, Q_HEADS, splits), device=device),
     )
 
 

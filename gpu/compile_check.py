@@ -42,6 +42,8 @@ class Budget:
     """Narrowest allowed width of its widest global read, in bytes."""
     narrow_loads: int = 8
     """Most read instructions of fewer than 8 bytes: what is left for tables and scales when vectors are read whole."""
+    copies_in_flight: int = 0
+    """Fewest groups of copies that are under way while older ones are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,10 @@ class CompileReport:
                 found.narrow_loads > self.budget.narrow_loads,
                 f"{found.narrow_loads} narrow reads of {self.budget.narrow_loads}",
             ),
+            (
+                found.copies_in_flight < self.budget.copies_in_flight,
+                f"{found.copies_in_flight} groups of copies in flight, not {self.budget.copies_in_flight}: loads do not overlap",
+            ),
         )
         return [text for broken, text in checks if broken]
 
@@ -93,6 +99,7 @@ class CompileReport:
             "vector_bytes": self.resources.vector_bytes,
             "ok": self.ok,
             "problems": self.problems,
+            "copies_in_flight": self.resources.copies_in_flight,
             "loads_by_bytes": {str(width): count for width, count in self.resources.loads.items()},
             "stores_by_bytes": {str(width): count for width, count in self.resources.stores.items()},
         }
@@ -113,7 +120,7 @@ def compile_launch(name: str, launch: Launch, target: str, budget: Budget | None
     from triton.compiler import compile as compile_source
 
     architecture = TARGETS[target]
-    source = ASTSource(fn=launch.kernel, **_signature(launch, architecture))
+    source = ASTSource(fn=launch.kernel, **launch_signature(launch, architecture))
     compiled = compile_source(
         source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": launch.num_warps}
     )
@@ -126,7 +133,7 @@ def compile_launch(name: str, launch: Launch, target: str, budget: Budget | None
     )
 
 
-def _signature(launch: Launch, architecture: int) -> dict[str, Any]:
+def launch_signature(launch: Launch, architecture: int) -> dict[str, Any]:
     """Types, constants and alignment hints, by the rules of a launch: an integer that is 1 is a constant, one that is a
     multiple of 16 is known to be, and so are pointers (torch aligns them to more); but for those that a kernel will not have told apart.
     """

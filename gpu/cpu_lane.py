@@ -18,10 +18,11 @@ from sim.core.need import blocks_for
 from sim.core.plan import ScheduledRequest
 
 from .batch import BatchBuffers, Sampling
+from .decoder_room import workspace_bytes
 from .forward_pass import ForwardPass
 from .handover import hand_over
 from .layout import KVLayout
-from .model import Decoder, workspace_bytes
+from .model import Decoder
 from .ops import Ops
 from .pool import PagedKVPool
 from .tokens import TokenBook

@@ -83,10 +83,12 @@ class CudaCapture:
         torch.cuda.empty_cache()  # as beginning a capture does: what that gives back is not to be set off against what is taken
         free, allocated, reserved = self._memory()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                step()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    step()
+        finally:  # also what a warm-up that failed has begun comes before whatever is next
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):

@@ -1,7 +1,8 @@
 """DecoderConfig: what a forward pass must know of a model beyond the sizes that memory follows from.
 
 Pure Python. The families Llama, Qwen2, Qwen3 and Mistral are one decoder with switches: biases on the query, key and value
-projections (Qwen2), normalised queries and keys (Qwen3), a sliding window (Mistral), rotary scaling (Llama 3.1).
+projections (Qwen2), normalised queries and keys (Qwen3), a sliding window (Mistral) or one in some layers (Qwen2, Qwen3), rotary
+scaling (Llama 3.1).
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from sim.core.config import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that this decoder computes as Hugging Face `transformers` does."""
+
+LACKING = {
+    "gpt_oss": "attention sinks and experts",
+    "gemma2": "capped attention scores and logits, and four norms a layer",
+    "gemma3_text": "four norms a layer, and a rotary base for window layers",
+}
+"""What other families with several attention groups have that this decoder does not compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +90,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         shape = self.shape
+        lacking = f", with {LACKING[shape.architecture]}" if shape.architecture in LACKING else ""
         problems = {
-            f"its architecture is {shape.architecture}; {', '.join(FAMILIES)} can be": shape.architecture
+            f"its architecture is {shape.architecture}{lacking}; {', '.join(FAMILIES)} can be": shape.architecture
             not in FAMILIES,
             "it is a mixture of experts": shape.moe is not None,
             "its attention is latent": any(kind.is_mla for kind in shape.attention),

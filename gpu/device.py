@@ -6,6 +6,7 @@ the driver reports, and what other processes hold is measured before this one ta
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,10 +52,12 @@ def make_current(device: Any) -> None:
 
     Streams, events and kernels are those of the current device, whatever tensors they are given. Matrix products of float32 may be
     rounded to TensorFloat-32 where the environment says so (NVIDIA's containers do): then a GPU's answers are not those of the CPU.
+    Releases of torch after 2.13 take cuBLAS's workspace from the allocator for every product unless they are told to keep it.
     """
     if device.type == "cuda":
+        os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 def device_facts(device: Any) -> DeviceFacts:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, StepResult
+from sim.core.tables import BlockTables
 
 from .cpu_moves import CpuMoves
 from .forward_pass import ForwardPass
@@ -30,20 +32,21 @@ class TorchExecutor:
         *,
         cpu: CpuMoves | None = None,
         is_cached: Callable[[int], bool] = lambda block_id: False,
+        tables: BlockTables | None = None,
         watch: AbstractContextManager[Any] | None = None,
         on_step: Callable[[StepReading], None] | None = None,
         memory: MemoryReader | None = None,
         timeline: OpTimeline | None = None,
         clock: str = "wall",
     ) -> None:
-        """`cpu` moves blocks to and from the CPU, where plans do. `is_cached` says whether the core's prefix cache may find a block;
-        `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets a reading a step, with what
-        `memory` reads; `timeline` follows one step; `clock` is one of `gpu.timing.CLOCKS`.
+        """`cpu` moves blocks to and from the CPU, where plans do. `is_cached` says whether the core's prefix cache may find a block,
+        `tables` are such as the core's; `watch` is entered around every step (a meter with a byte limit, for instance); `on_step` gets
+        a reading a step, with what `memory` reads; `timeline` follows one step; `clock` is one of `gpu.timing.CLOCKS`.
         """
         self.forward = forward
         self.model, self.pool, self.workspace = forward.model, forward.pool, forward.workspace
         cpu = CpuMoves(forward.pool, forward.model.ops) if cpu is None else cpu
-        self._moves = PlanMoves(forward.pool, forward.model.ops, cpu, is_cached=is_cached)
+        self._moves = PlanMoves(forward.pool, forward.model.ops, cpu, is_cached=is_cached, tables=tables)
         self._watch = nullcontext() if watch is None else watch
         self._on_step, self._memory = on_step, memory
         self.timeline = timeline
@@ -64,7 +67,8 @@ class TorchExecutor:
 
         The world may cut a stretch after the fact. Steps that were run and do not count have written only behind the
         contexts of requests that hold the block; a block of a later step may still be somebody's cached prefix, so the
-        stretch ends before it is needed, and the core plans again.
+        stretch ends before it is needed, and the core plans again. For the same reason what slides out of a window meanwhile
+        stays in the tables, unread, until the next plan says that it did.
 
         Raises:
             PoisonedReadError, ForeignReadError, DoubleFreeError, FenceError, IntegrityError: the plan, or this device, is at fault.
@@ -77,11 +81,8 @@ class TorchExecutor:
         if not plan.shape.num_tokens:
             return self._only_moves(plan)
         first = plan.scheduled(0)
-        tables = [len(request.block_table) for request in first]
-        for ahead in range(plan.repeat):
-            scheduled = first if ahead == 0 else plan.scheduled(ahead)
-            if [len(request.block_table) for request in scheduled] != tables:
-                break
+        for ahead in range(min(plan.repeat, self._steps_inside(first))):
+            scheduled = tuple(replace(request, context_tokens=request.context_tokens + ahead) for request in first)
             report = self._step(plan, ahead, scheduled, durations, sampled)
             if report is not None:
                 break
@@ -124,6 +125,11 @@ class TorchExecutor:
             },
             "blocks": {"allocated": counters.allocated_blocks, "quarantined": counters.quarantined_blocks, "free": counters.free_blocks},
         }  # fmt: skip
+
+    def _steps_inside(self, scheduled: Sequence[ScheduledRequest]) -> int:
+        """How many steps of a stretch of decodes there are before somebody's next token lies in a block that it does not have yet."""
+        size = self.pool.layout.block_size
+        return min(size - (request.context_tokens + request.num_tokens - 1) % size for request in scheduled)
 
     def _only_moves(self, plan: StepPlan) -> StepResult:
         """A plan that computes nothing and begins copies; it takes no time."""
@@ -177,8 +183,7 @@ class TorchExecutor:
         if report is not None:
             self.oom_events += 1
             if ahead == 0:
-                for request in scheduled:
-                    self._moves.take_back(request)
+                self._moves.take_back(scheduled)
         else:
             self._moves.settle()
             self._record(scheduled, drawn, sampled)

@@ -51,7 +51,10 @@ class ForwardPass:
         workspace. Before the first step: it leaves no block written, nothing in use and nothing on record.
         """
         before, blocks = self.model.ops.record(), (1,)
-        chunk = Work(name="warm-up", token_ids=(0, 0), context_tokens=0, block_table=blocks, samples=True)
+        tables = (blocks,) * self.model.groups.num_groups
+        chunk = Work(
+            name="warm-up", token_ids=(0, 0), context_tokens=0, block_table=blocks, samples=True, group_tables=tables
+        )
         passes: list[tuple[list[Work], int | None]] = [([], size) for size in sorted({1, self._most_rows})]
         if self._most_rows > 1 and self.pool.layout.block_size > 1:  # else no pass has a chunk of more than one token
             passes.append(([chunk], None))
@@ -92,7 +95,8 @@ class ForwardPass:
         work = [self._work(request) for request in scheduled]
         if self.pool.checked:
             for item in work:
-                self.pool.check_read(item.name, item.block_table)
+                for table in item.tables:
+                    self.pool.check_read(item.name, table)
         if self._most_tokens is not None:
             parts = max(parts, -(-sum(item.num_tokens for item in work) // self._most_tokens))
         size = None if self.graphs is None or eager or parts > 1 else self.graphs.choose(work)
@@ -137,6 +141,7 @@ class ForwardPass:
             context_tokens=start,
             block_table=request.block_table,
             samples=request.samples,
+            group_tables=request.group_tables,
         )
 
     def _sampled(self, batch: StepBatch, work: Sequence[Work]) -> dict[str, int]:
@@ -163,21 +168,22 @@ class ForwardPass:
         try:
             for item in work:
                 last = item.context_tokens + item.num_tokens
-                self.pool.check_content(item.name, item.block_table, last, item.context_tokens)
+                for table, layers in zip(item.tables, self.model.groups.layers, strict=True):
+                    self.pool.check_content(item.name, table, last, item.context_tokens, list(enumerate(layers)))
         except PoisonedReadError:
             # NaN that was read is passed on: the first that is found need not be the first that was.
             self._name_culprit(work)
             raise
 
     def _name_culprit(self, work: Sequence[Work]) -> None:
-        """Find the block that a request should not have read."""
-        size, windows = self.pool.layout.block_size, [kind.window for kind in self.model.config.shape.attention]
-        for item in work:
-            last = item.context_tokens + item.num_tokens
-            first = 0
-            if None not in windows:
-                first = max(item.context_tokens - max(window for window in windows if window is not None) + 1, 0)
-            for index in range(first // size, -(-last // size)):
-                if item.block_table[index]:
-                    low, high = max(first, index * size), min(last, (index + 1) * size)
-                    self.pool.check_content(item.name, item.block_table, high, low)
+        """Find the block that a request should not have read. What a layer reads is broken before what later layers make of it."""
+        size, groups = self.pool.layout.block_size, self.model.groups
+        for layer, (group, place) in enumerate(groups.places()):
+            window = groups.windows[group]
+            for item in work:
+                table, last = item.tables[group], item.context_tokens + item.num_tokens
+                first = 0 if window is None else max(item.context_tokens - window + 1, 0)
+                for index in range(first // size, -(-last // size)):
+                    if table[index]:
+                        low, high = max(first, index * size), min(last, (index + 1) * size)
+                        self.pool.check_content(item.name, table, high, low, [(place, layer)])

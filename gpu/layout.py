@@ -37,7 +37,7 @@ class KVLayout:
     """Shape, format and strides of a paged KV cache on one device."""
 
     num_layers: int
-    """Layers whose KV the device keeps."""
+    """Layers whose KV one block keeps: all of the device's, or those of one attention group (`LayerGroups.num_places`)."""
     num_kv_heads: int
     """KV heads of one rank."""
     head_dim: int

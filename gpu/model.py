@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from sim.core.config import EngineConfig
-
 from .batch import StepBatch
 from .decoder_config import DecoderConfig
-from .kernels.attention import DecodeCall, PrefillCall, choose_splits, split_bytes
+from .kernels.attention import DecodeCall, PrefillCall
 from .kernels.sampling import SampleCall
+from .layer_groups import LayerGroups
 from .ops import Ops
 from .pool import PagedKVPool
 from .weights import DecoderWeights, LayerWeights
-from .workspace import ALIGNMENT, Workspace
+from .workspace import Workspace
 
 
 class Decoder:
@@ -37,8 +36,13 @@ class Decoder:
         *,
         max_positions: int,
         splits: Sequence[int] = (),
+        groups: LayerGroups | None = None,
     ) -> None:
+        """`groups` says which block table each layer reads; by default all read one, which gives back only what none of them sees."""
         self.config, self.weights, self.ops = config, weights, ops
+        self.groups = LayerGroups.one(config.shape) if groups is None else groups
+        """Which layers share a block table."""
+        self._places = self.groups.places()
         self.splits = splits
         """Programs that share a decoding sequence, by the number of sequences less one; empty for one each. Fixed for a batch of a
         size, so that its workspace is too."""
@@ -94,8 +98,9 @@ class Decoder:
         rows, q_size, head_dim = int(x.shape[0]), config.query_size, config.head_dim
         query, key, value = self._project(layer, work, x)
         self.ops.rope(query, key, self.rope_table, batch.positions)
-        cache = pool.layer(index)
-        self.ops.store_kv(key, value, cache, batch.slots)
+        group, place = self._places[index]
+        cache, held = pool.layer(place), batch.groups[group]
+        self.ops.store_kv(key, value, cache, held.slots)
         mixed = work.take("attention", (rows, shape.num_attention_heads, head_dim), self.dtype)
         decodes, window = batch.num_decodes, config.window(index)
         common = {"cache": cache, "softmax_scale": head_dim**-0.5, "window": window}
@@ -104,8 +109,8 @@ class Decoder:
                 DecodeCall(
                     query=query[:decodes],
                     out=mixed[:decodes],
-                    block_table=batch.block_table[:decodes],
-                    seq_lens=batch.seq_lens[:decodes],
+                    block_table=held.block_table[:decodes],
+                    seq_lens=held.seq_lens[:decodes],
                     **common,
                     **self._splits(work, decodes),
                 )
@@ -115,8 +120,8 @@ class Decoder:
                 PrefillCall(
                     query=query[decodes:],
                     out=mixed[decodes:],
-                    block_table=batch.block_table[decodes:],
-                    seq_lens=batch.seq_lens[decodes:],
+                    block_table=held.block_table[decodes:],
+                    seq_lens=held.seq_lens[decodes:],
                     query_starts=batch.query_starts,
                     **common,
                 )
@@ -198,51 +203,3 @@ def _rope_table(config: DecoderConfig, max_positions: int, device: Any) -> Any:
     frequencies = torch.tensor(config.rotary.inverse_frequencies(config.head_dim), dtype=torch.float32)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
-
-
-def decode_splits(config: DecoderConfig, engine: EngineConfig, device: Any, num_seqs: int) -> int:
-    """Programs that share a sequence on this device when `num_seqs` decode together: one sequence alone is spread over the GPU."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return 1
-    return choose_splits(
-        num_seqs=num_seqs,
-        num_kv_heads=config.shape.num_kv_heads,
-        max_tokens=engine.max_model_len,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
-    )
-
-
-def workspace_bytes(
-    config: DecoderConfig, engine: EngineConfig, *, element_bytes: int, splits: Sequence[int] = (), twins: bool
-) -> int:
-    """Bytes that the largest step of `engine` takes from the workspace; with `twins`, what torch twins take besides. `splits` as in
-    `Decoder`: of all batches the one with the most partial results counts.
-
-    Asked before the KV pool is sized, so that no step the core may plan overflows it.
-    """
-    shape = config.shape
-    rows, seqs = engine.max_num_batched_tokens, min(engine.max_num_seqs, engine.max_num_batched_tokens)
-    head_dim, q_size, kv_size = config.head_dim, config.query_size, config.kv_size
-    qkv = (q_size + 2 * kv_size) + (q_size + kv_size if shape.qk_norm else 0)
-    heads = shape.num_attention_heads
-    partials = (
-        split_bytes(num_seqs=index + 1, num_q_heads=heads, head_dim=head_dim, num_splits=each)
-        for index, each in enumerate(splits[:seqs])
-    )
-    attention = rows * (qkv + q_size) * element_bytes + max(partials, default=0)
-    feed_forward = rows * 3 * shape.intermediate_size * element_bytes
-    kept = rows * 3 * shape.hidden_size * element_bytes
-    logits = seqs * (3 * shape.hidden_size + shape.vocab_size) * element_bytes
-    scratch = _twin_bytes(config, engine) if twins else 0
-    return kept + max(attention, feed_forward) + logits + scratch + 64 * ALIGNMENT
-
-
-def _twin_bytes(config: DecoderConfig, engine: EngineConfig) -> int:
-    """An upper bound of what the most demanding torch twin takes: attention over the longest sequence, or a row-wise one."""
-    shape, rows = config.shape, engine.max_num_batched_tokens
-    positions = -(-engine.max_model_len // engine.block_size) * engine.block_size
-    kv = positions * config.kv_size * 4 * 3
-    scores = shape.num_attention_heads * 64 * (positions + 2 * config.head_dim + 4) * 4
-    wide = max(shape.hidden_size, shape.intermediate_size, config.query_size)
-    return max(kv + scores, 5 * 4 * rows * wide, 32 * shape.vocab_size)

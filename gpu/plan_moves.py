@@ -1,7 +1,8 @@
 """PlanMoves: what a plan does to blocks before anything is computed, and the device's book of who holds them.
 
-Order, for one plan: saves, forks, swap-outs, releases, copies, swap-ins, loads. Forks share blocks that the releases give back,
-swap-outs read them, releases make room that copies, swap-ins and loads fill. A move that ran out of memory stays in the
+Order, for one plan: what slid out of windows, saves, forks, swap-outs, releases, copies, swap-ins, loads. What slid out in the stretch
+before, the core may have given to anybody since; forks share blocks that the releases give back, swap-outs read them, releases make
+room that copies, swap-ins and loads fill. A move that ran out of memory stays in the
 journal with all that follow, and is done before the next plan's: the core has taken the step back, so nobody has written in
 between.
 """
@@ -9,32 +10,52 @@ between.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 
-from sim.core.blocks import NO_BLOCK, IntegrityError
+from sim.core.blocks import NO_BLOCK, BlockPool, IntegrityError
 from sim.core.need import blocks_for
 from sim.core.plan import ScheduledRequest, StepPlan
+from sim.core.tables import BlockTables
 
+from .copy_order import independent
 from .cpu_moves import CpuMoves, Pairs
 from .ops import Ops
+from .out_of_memory import OUT_OF_MEMORY
 from .pool import PagedKVPool
+
+Tables = tuple[tuple[int, ...], ...]
+"""The block tables of one request, one an attention group."""
 
 
 class PlanMoves:
     """Moves blocks of one device pool as plans say."""
 
-    def __init__(self, pool: PagedKVPool, ops: Ops, cpu: CpuMoves, *, is_cached: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        ops: Ops,
+        cpu: CpuMoves,
+        *,
+        is_cached: Callable[[int], bool],
+        tables: BlockTables | None = None,
+    ) -> None:
+        """`tables` are such as the core's, for what follows from them; by default those of a model with one group and no window."""
         self._pool, self._ops = pool, ops
+        self._tables = BlockTables(BlockPool(pool.num_blocks), pool.layout.block_size) if tables is None else tables
         self.cpu = cpu
         """Moves between the device and the CPU."""
         self._is_cached = is_cached
         """Whether a prefix cache may still find what a block holds: then it is not poisoned."""
         self._journal: deque[tuple[str, Callable[[], None]]] = deque()
-        self._held: dict[str, tuple[int, ...]] = {}
-        self._copied_away: set[int] = set()  # sources of copies since a step was last computed
+        self._held: dict[str, Tables] = {}
+        self._copied_away: set[int] = set()  # sources of copies since a step was last computed: not to be poisoned
+        self._replaces: dict[
+            int, int
+        ] = {}  # target to source of copies, until the request that has the source is seen with the target
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
         self._loading: set[str] = set()  # hold blocks that were loaded for them, and have not been in a step with them
         self.during = ""
@@ -57,7 +78,11 @@ class PlanMoves:
             DoubleFreeError: a release by somebody who does not hold the block.
         """
         self._copied_away.update(source for source, _ in plan.copies)
+        self._replaces.update((target, source) for source, target in plan.copies)
         never_used = self._unsettled | self._loading | set(plan.preempted)
+        for request_id, blocks in plan.slid:
+            slide = partial(self._release, request_id, blocks, strict=request_id not in never_used)
+            self._put(f"what slid out of the window of {request_id}", slide)
         for _, pairs in plan.saves:
             self._put("save to the prefix tier", partial(self.cpu.save, pairs))
         releases = list(plan.releases)
@@ -69,10 +94,10 @@ class PlanMoves:
             if table:
                 self._put(f"fork of {source}", partial(self._fork, child, table))
         for request_id, pairs in plan.swap_outs:
-            if request_id in plan.to_cpu:
-                self._put(f"move of {request_id} to the CPU", partial(self.cpu.to_cpu, request_id, pairs))
-                continue
-            self._put(f"swap-out of {request_id}", partial(self.cpu.swap_out, request_id, pairs))
+            what, move = (
+                ("move to the CPU", self.cpu.to_cpu) if request_id in plan.to_cpu else ("swap-out", self.cpu.swap_out)
+            )
+            self._put(f"{what} of {request_id}", partial(move, request_id, pairs))
         for request_id, blocks in releases:
             strict = request_id not in never_used
             release = partial(self._release, request_id, blocks, strict=strict, whole=request_id in plan.preempted)
@@ -92,43 +117,60 @@ class PlanMoves:
             IntegrityError: a block left the table that nobody released and no copy replaced (checked mode).
             FenceError: a block's last reader is not done (checked mode).
         """
-        name, table = scheduled.request_id, scheduled.block_table
+        name, tables = scheduled.request_id, _tables(scheduled)
         before = self._held.get(name, ())
         self._unsettled.discard(name)
         self._loading.discard(name)
-        if table == before:
+        if tables == before:
             return
-        gone = set(before).difference(table) - {NO_BLOCK}
+        was, now = _blocks(before), _blocks(tables)
+        replaced = {self._replaces.pop(block) for block in now - was if block in self._replaces}
+        gone = was - now
         if gone:
-            unexplained = gone - self._copied_away
+            unexplained = gone - replaced
             if self._pool.checked and unexplained:
                 raise IntegrityError(
                     f"{name} no longer uses blocks {sorted(unexplained)} at step {self._pool.clock.step}, and no plan released them"
                 )
             self._give_back(name, sorted(gone))
-        self._held[name] = table  # first: should poisoning fail, the step is taken back with the blocks
-        self._pool.assign(name, table, scheduled.context_tokens)
+        self._held[name] = tables  # first: should poisoning fail, the step is taken back with the blocks
+        for table in tables:
+            self._pool.assign(name, table, scheduled.context_tokens)
 
     def settle(self) -> None:
         """The first step of the plan was computed: its copies are part of the tables now."""
         self._copied_away.clear()
 
-    def take_back(self, scheduled: ScheduledRequest) -> None:
-        """The first step of a plan computed nothing: the core has cut the request's table to its context."""
-        name, table = scheduled.request_id, self._held.get(scheduled.request_id)
-        if table is None:
-            self._unsettled.add(name)
-            return
-        keep = blocks_for(scheduled.context_tokens, self._pool.layout.block_size)
-        self._give_back(name, table[keep:])
-        self._held[name] = table[:keep]
+    def take_back(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """The first step of a plan computed nothing: the core has cut the tables of its requests to what is written. That may be less
+        than a request's context: the rest it was to read from blocks that another one was to write in this step. If the plan's moves
+        are not all done, nobody holds anything of it yet.
+        """
+        size = self._pool.layout.block_size
+        void: set[int] = set()
+        for request in scheduled:
+            for table in _tables(request):
+                void.update(table[request.context_tokens // size :])
+        for request in scheduled:
+            name, tables = request.request_id, self._held.get(request.request_id)
+            if tables is None or self._journal or name in self._loading:
+                self._unsettled.add(name)
+                continue
+            core = self._tables.new(name)
+            for own, blocks in zip(core.groups, tables, strict=True):
+                own.blocks = list(blocks)
+            keep = blocks_for(self._tables.tokens_before(core, request.context_tokens, void), size)
+            self._give_back(name, [block for table in tables for block in table[keep:]])
+            self._held[name] = tuple(table[:keep] for table in tables)
 
     def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """The run is over: give back what was released after the last plan."""
         for request_id, blocks in releases:
             strict = request_id not in self._unsettled | self._loading
             self._put(f"release by {request_id}", partial(self._release, request_id, blocks, strict=strict))
-        self._drain()
+        while self._journal:
+            with suppress(*OUT_OF_MEMORY):  # nobody will read what a move that fails now would have brought
+                self._journal.popleft()[1]()
 
     # -- single moves ---------------------------------------------------------------------------------------------
 
@@ -144,15 +186,19 @@ class PlanMoves:
 
     def _release(self, name: str, blocks: Sequence[int], *, strict: bool, whole: bool = False) -> None:
         """Not `strict`: somebody gives back, with the rest, blocks that it got in the same plan and never used. A victim gives back the
-        `whole` of what it held, also a block that a copy was to replace in this plan, and has not.
+        `whole` of what it held, also a block that a copy was to replace in this plan, and has not. For a block that a copy was to
+        give it, in a step that was taken back, it gives back the one that it has instead.
         """
-        held = self._held.get(name, ())
+        tables = self._held.get(name, ())
+        held = _blocks(tables)
         if whole:
-            blocks = held
+            blocks = sorted(held)
+        missed = {block for block in blocks if block not in held and self._replaces.get(block) in held}
+        blocks = [self._replaces.pop(block) if block in missed else block for block in blocks]
         self._give_back(name, blocks if strict else [block for block in blocks if block in held])
         given = set(blocks)
-        rest = tuple(NO_BLOCK if block in given else block for block in held)
-        if any(rest):
+        rest = tuple(tuple(NO_BLOCK if block in given else block for block in table) for table in tables)
+        if any(map(any, rest)):
             self._held[name] = rest
         else:
             self._held.pop(name, None)
@@ -164,10 +210,12 @@ class PlanMoves:
         self._pool.release(name, [block for block in given if block in kept], keep_content=True)
         self._pool.release(name, [block for block in given if block not in kept])
 
-    def _fork(self, name: str, table: tuple[int, ...]) -> None:
-        """`name` holds blocks that its source holds too: nothing is fresh, all is written."""
-        self._pool.assign(name, table, len(table) * self._pool.layout.block_size)
-        self._held[name] = table
+    def _fork(self, name: str, blocks: tuple[int, ...]) -> None:
+        """`name` holds blocks that its source holds too, group by group: nothing is fresh, all is written."""
+        self._pool.assign(name, blocks, len(blocks) * self._pool.layout.block_size)
+        # Tables of one request are equally long: blocks hold equally many tokens.
+        length = len(blocks) // len(self._tables.new(name).groups)
+        self._held[name] = tuple(blocks[start : start + length] for start in range(0, len(blocks), length))
 
     def _copy(self, copies: Pairs) -> None:
         device = self._pool.device
@@ -179,22 +227,15 @@ class PlanMoves:
         """The blocks are the request's from here on, though no step has them in a table yet."""
         targets = tuple(block for _, block in pairs)
         self._pool.assign(name, targets, len(targets) * self._pool.layout.block_size)
-        self._held[name] = targets
+        self._held[name] = (targets,)  # of all groups; in which tables they are, its first step says
         self._loading.add(name)
         self.cpu.load(pairs)
 
 
-def independent(copies: Pairs) -> Iterator[list[tuple[int, int]]]:
-    """Copies in batches within which the order does not matter.
+def _tables(scheduled: ScheduledRequest) -> Tables:
+    return scheduled.group_tables or (scheduled.block_table,)
 
-    >>> list(independent([(1, 2), (1, 3), (4, 1)]))
-    [[(1, 2), (1, 3)], [(4, 1)]]
-    """
-    batch: list[tuple[int, int]] = []
-    for source, target in copies:
-        if any(target in pair or source == pair[1] for pair in batch):
-            yield batch
-            batch = []
-        batch.append((source, target))
-    if batch:
-        yield batch
+
+def _blocks(tables: Tables) -> set[int]:
+    """The blocks in all tables of a request."""
+    return {block for table in tables for block in table} - {NO_BLOCK}

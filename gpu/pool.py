@@ -80,7 +80,9 @@ class PagedKVPool:
         self._layers = [self._view(layer) for layer in range(layout.num_layers)]
 
     def layer(self, layer: int) -> KVView:
-        """One layer's cache: `[num_blocks + 1, 2, block_size, num_kv_heads, head_dim]` and its scales."""
+        """One layer's cache: `[num_blocks + 1, 2, block_size, num_kv_heads, head_dim]` and its scales. With several attention groups
+        the layers that have one place share it: no block is in two of their tables.
+        """
         return self._layers[layer]
 
     def _view(self, layer: int) -> KVView:
@@ -163,19 +165,28 @@ class PagedKVPool:
         """
         self.tags.check_held(owner, block_table, self.clock.step)
 
-    def check_content(self, owner: str, block_table: Sequence[int], num_tokens: int, first_token: int = 0) -> None:
-        """Verify that tokens `[first_token, num_tokens)` of a table are written in every layer. Reads the blocks, and waits for
-        the device: for checked runs and for naming the culprit once NaN has been seen.
+    def check_content(
+        self,
+        owner: str,
+        block_table: Sequence[int],
+        num_tokens: int,
+        first_token: int = 0,
+        places: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """Verify that tokens `[first_token, num_tokens)` of a table are written in every layer, or at these `(place, layer)` of its
+        blocks. Reads the blocks, and waits for the device: for checked runs and for naming the culprit once NaN has been seen.
 
         Raises:
             PoisonedReadError: one is not.
         """
         size = self.layout.block_size
+        if places is None:
+            places = [(layer, layer) for layer in range(self.layout.num_layers)]
         for index in range(first_token // size, -(-num_tokens // size)):
             block_id = block_table[index]
             low, high = max(first_token - index * size, 0), min(num_tokens - index * size, size)
-            for layer, view in enumerate(self._layers):
-                tokens = _broken_tokens(view, block_id, low, high)
+            for place, layer in places:
+                tokens = _broken_tokens(self._layers[place], block_id, low, high)
                 if tokens:
                     released = self.tags.last_release(block_id)
                     what = "NO_BLOCK, which holds nothing," if block_id == NO_BLOCK else f"block {block_id}"

@@ -14,6 +14,7 @@ from sim.catalog.dtypes import dtype_name
 from sim.catalog.models import MODELS
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.engine import EngineCore
+from sim.core.groups import tables_of
 from sim.core.request import RequestSpec
 from sim.memory.graphs import graph_plan
 
@@ -23,13 +24,15 @@ from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
 from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
+from .decoder_room import decode_splits, workspace_bytes
 from .device import find_device, make_current
 from .executor import TorchExecutor
 from .forward_pass import ForwardPass
+from .layer_groups import LayerGroups
 from .layout import KVLayout
 from .machine import available_bytes, machine_facts
 from .metering import GIB, DeviceBudget, StorageMeter
-from .model import Decoder, decode_splits, workspace_bytes
+from .model import Decoder
 from .op_timeline import OpTimeline
 from .ops import Ops
 from .pool import PagedKVPool
@@ -77,16 +80,12 @@ class RealEngine:
         """An executor for `core`, with a pool of the core's size.
 
         Raises:
-            ConfigError: a cache format without a real pool, or a model with several attention groups.
+            ConfigError: a cache format without a real pool, or attention groups that are not the model's.
             OutOfMemoryError: the pool or the workspace does not fit.
         """
         engine, shape, settings = core.config, self.config.shape, self.settings
         make_current(self.device)
-        if engine.kv_groups:
-            raise ConfigError(
-                f"{shape.name} has {len(engine.kv_groups)} attention groups, each with a block table of its own; executor torch serves "
-                "from one: use engine_version 0.9.2, which keeps every token of every layer, or simulate"
-            )
+        groups = LayerGroups.of(shape, engine.groups)
         ops = Ops(self.device)
         seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
         splits = tuple(decode_splits(self.config, engine, self.device, count + 1) for count in range(seqs))
@@ -99,7 +98,7 @@ class RealEngine:
             twins=ops.meant == "torch",
         )
         layout = KVLayout(
-            num_layers=shape.num_layers,
+            num_layers=groups.num_places,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=engine.block_size,
@@ -116,7 +115,7 @@ class RealEngine:
             for count in (engine.num_cpu_blocks, engine.num_cpu_prefix_blocks)
         )
         forward = ForwardPass(
-            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, splits=splits),
+            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, splits=splits, groups=groups),
             pool,
             workspace,
             self._buffers(engine),
@@ -140,6 +139,7 @@ class RealEngine:
                 ),
             ),
             is_cached=core.pool.index.__contains__,
+            tables=tables_of(core.pool, engine),
             watch=None if self._budget is None else StorageMeter(self._budget),
             on_step=self._on_step if self._recorder is None else self._recorder(index),
             memory=None if self._recorder is None else self._reader(forward),
@@ -224,6 +224,7 @@ class RealEngine:
             max_seqs=seqs,
             max_blocks=blocks,
             device=self.device,
+            num_groups=len(engine.groups),
         )
 
     def _load(self) -> DecoderWeights:

@@ -30,6 +30,9 @@ class Resources:
     """Instructions that read global memory, by bytes a thread; asynchronous copies to shared memory count."""
     stores: dict[int, int]
     """Instructions that write global memory, by bytes a thread."""
+    copies_in_flight: int = 0
+    """Groups of asynchronous copies that may still be under way where the code waits for an older one. 0: it waits for all it has
+    asked for, and a loop's loads never overlap its work."""
 
     @property
     def narrow_loads(self) -> int:
@@ -83,6 +86,9 @@ def parse(usage: str, code: str) -> Resources:
         stack_bytes=stack,
         loads=_widths(code, r"\bLDG(?:STS)?((?:\.\w+)*)\s"),
         stores=_widths(code, r"\bSTG((?:\.\w+)*)\s"),
+        copies_in_flight=max(
+            (int(left, 16) for left in re.findall(r"\bDEPBAR\.LE SB0, (0x[0-9a-f]+)", code)), default=0
+        ),
     )
 
 

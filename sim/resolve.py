@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .scenario_errors import ScenarioError
+from ._version import __version__
+from .scenario_errors import ScenarioError, nearest
 from .scenario_tables import TABLE_OF_KEY, TABLES
 
 if TYPE_CHECKING:
@@ -14,10 +16,13 @@ if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
     from sim.core.config import EngineConfig
     from sim.memory import Ledger
+    from sim.memory.measured import MeasuredMemory
 
     from .scenario import Scenario
     from .slo import Slo
 
+ROOFLINE = "roofline"
+"""The default cost model: a GPU's data sheet with stated factors."""
 DEFAULT_NUM_REQUESTS = 1000
 """Requests of a built-in workload when neither a number nor a duration is given."""
 
@@ -149,7 +154,41 @@ def _draft(scenario: Scenario) -> _Draft:
         "quantization": tables["model"]["quantization"],
         "watermark": tables["policy"]["watermark"],
     }
+    settings["measured"] = _measured_memory(tables, model, device, warnings, engine_given="engine_version" in given)
     return _Draft(tables=tables, ledger_settings=settings, warnings=warnings)
+
+
+def _measured_memory(
+    tables: dict[str, dict[str, Any]], model: ModelShape, device: Gpu, warnings: list[str], *, engine_given: bool
+) -> MeasuredMemory | None:
+    """The memory lines of the scenario's profile, where it has any; None, and why, where another engine was asked for by name."""
+    from sim.costs.fitted import AUTO, memory_profile, profile_names
+    from sim.memory.measured import read_measured
+
+    chosen, known = tables["gpu"]["profile"], (ROOFLINE, AUTO, *profile_names())
+    if chosen == ROOFLINE:
+        return None
+    if chosen not in known and not Path(chosen).is_file():
+        raise ScenarioError(
+            f"[gpu] profile is {chosen!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(chosen, known)}"
+        )
+    profile = memory_profile(chosen, model, device, tables["engine"]["tensor_parallel_size"])
+    if profile is None:
+        return None
+    measured, unusable = read_measured(profile.data, profile.where)
+    if unusable is not None:
+        warnings.append(unusable)
+    if measured is not None and not measured.engine.startswith(f"kvtwin executor {__version__},"):
+        warnings.append(
+            f"the memory lines of profile {measured.profile} are those of {measured.engine}; this is kvtwin {__version__}"
+        )
+    if measured is not None and engine_given:
+        warnings.append(
+            f"the memory lines of profile {measured.profile} are left out of the account: they were measured with {measured.engine}, not "
+            f"with engine_version {tables['engine']['engine_version']}; leave engine_version out to use them"
+        )
+        return None
+    return measured
 
 
 def _prepare_device(tables: dict[str, dict[str, Any]], warnings: list[str]) -> Gpu | None:

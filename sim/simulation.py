@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._version import __version__
 from .policy_choice import choose_policy
 from .provenance import provenance
-from .resolve import Resolved, resolve
-from .scenario_errors import ScenarioError, nearest
+from .resolve import ROOFLINE, Resolved, resolve
+from .scenario_errors import ScenarioError
 from .sequences import sequences
 from .steady_state import steady_state_warnings
 
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from sim.workload import BuiltWorkload
 
     from .scenario import Scenario
-
-ROOFLINE = "roofline"
-"""The default cost model: a GPU's data sheet with stated factors."""
 
 
 class RealEngine(Protocol):
@@ -83,6 +79,7 @@ def simulate(
     from sim.results import (
         Result,
         bill_columns,
+        itl_columns,
         mark_columns,
         memory_columns,
         oom_log,
@@ -162,6 +159,7 @@ def simulate(
         mark_columns=mark_columns(record),
         memory_columns=memory_columns(record) if ran is None else ran.memory_columns(),
         bill_columns=bill_columns(record.requests, config.slots_per_block, memory.block_bytes(config.num_gpu_blocks)),
+        itl_columns=itl_columns(record) if ran is not None else {},
         oom_log=oom_log(record, _arguments(resolved, config)),
         oom_snapshot=oom_snapshot(record),
         ledger=resolved.ledger,
@@ -283,11 +281,12 @@ def has_memory_limit(resolved: Resolved, memory: Device) -> bool:
 def cost_model(resolved: Resolved) -> CostModel:
     """The cost model that the scenario names: `roofline`, `auto`, a profile of the library, or a profile file.
 
-    Raises ScenarioError for an unknown one, ConfigError for one that cannot price this scenario.
+    `resolve` has refused an unknown one. Raises ScenarioError where none prices the device, ConfigError for one that cannot price this
+    scenario.
     """
     from sim.catalog.host import HOST
     from sim.costs import Roofline
-    from sim.costs.fitted import AUTO, fitted_cost, profile_names
+    from sim.costs.fitted import fitted_cost
     from sim.costs.overlap import overlapped
 
     profile = resolved["gpu"]["profile"]
@@ -309,11 +308,6 @@ def cost_model(resolved: Resolved) -> CostModel:
         settings["block_bytes"] = resolved.ledger.block_bytes
     if profile == ROOFLINE:
         return planned_ahead(Roofline(resolved.model, resolved.gpu, **settings))
-    known = (ROOFLINE, AUTO, *profile_names())
-    if profile not in known and not Path(profile).is_file():
-        raise ScenarioError(
-            f"[gpu] profile is {profile!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(profile, known)}"
-        )
     eager = resolved["engine"]["enforce_eager"]
     cost = fitted_cost(profile, resolved.model, resolved.gpu, **settings, enforce_eager=eager)
     return overlapped(cost) if eager else planned_ahead(cost)  # launches run ahead of the device

@@ -14,14 +14,15 @@ from experiments.validation import SCENARIOS, run_for_real
 from experiments.validation.worlds import preset
 from gpu import real_engine
 from gpu.batch import Sampling
-from gpu.compile_check import _signature
+from gpu.compile_check import launch_signature
 from gpu.decode_graphs import CudaCapture
 from gpu.decoder_config import DecoderConfig
-from gpu.model import decode_splits
+from gpu.decoder_room import decode_splits
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
 from gpu.step_buffer import StepArena
 from gpu.swap import BlockMover
+from gpu.workspace import WorkspaceFullError
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
@@ -95,14 +96,14 @@ def test_a_tensor_of_the_host_would_be_noticed():
             executor.forward.run([ScheduledRequest("r", 40, 0, (1, 2, 3), samples=False)])
 
 
-def test_a_second_gpu_is_made_the_current_one(monkeypatch):
+def test_a_second_gpu_is_made_the_current_one():
     """Triton and events work on the current device, whatever their tensors are on."""
-    torch.set_float32_matmul_precision("high")  # as the environment of a container may ask for
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as the environment of a container may ask for
     with fake_cuda() as log:
         executor = made(log, device="cuda:1")
         assert executor.pool.arena.device == torch.device("cuda:1")
         assert log.device == 1
-        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
         log.device = 0
         with pytest.raises(AssertionError, match="launched on another device"):
             executor.forward.run([ScheduledRequest("r", 40, 0, (1, 2, 3), samples=False)])
@@ -191,7 +192,7 @@ def test_the_next_micro_batch_is_written_when_the_last_one_has_left_the_host(mon
 
 def variant(launch) -> str:
     """What of a launch decides whether it is compiled anew."""
-    return f"{launch.kernel.fn.__name__}: {_signature(launch, 90)}"
+    return f"{launch.kernel.fn.__name__}: {launch_signature(launch, 90)}"
 
 
 def test_graphs_share_a_stream_and_a_pool_and_capture_only_kernels_that_are_compiled():
@@ -279,3 +280,23 @@ def test_one_sequence_alone_is_spread_over_the_device_and_a_large_batch_is_not_s
         splits = {count: decode_splits(config, engine, "cuda", count) for count in (1, 4, 16, 64, 128, 256)}
     assert splits == {1: 64, 4: 17, 16: 5, 64: 2, 128: 1, 256: 1}
     assert all(each == 1 or count * 8 * each >= 4 * 132 * 0.9 for count, each in splits.items())
+
+
+def test_a_warm_up_that_fails_is_waited_for():
+    """A batch too large for the workspace: its first kernels run on the stream of captures, beside which no step may run."""
+    with fake_cuda() as log:
+        executor = made(log, workspace_bytes=1500)
+        assert executor.forward.graphs.sizes == ()
+        captures = next(stream for what, stream, _ in log.entries if what == "launch" and stream != "main")
+        with pytest.raises(WorkspaceFullError):
+            executor.forward.run([ScheduledRequest("r", 1, 0, (1,), samples=True)])
+    waited, inside = True, False
+    for what, stream, detail in log.entries:
+        if what in ("capture", "captured"):
+            inside = what == "capture"
+        elif what == "launch" and stream == captures:
+            waited &= inside  # what is captured does not run
+        elif what == "wait stream" and (stream, detail) == ("main", captures):
+            waited = True
+        elif what == "launch":
+            assert waited

@@ -75,7 +75,9 @@ def by_the_rule(
 
 def gaps_s(request: Request) -> list[int]:
     """All gaps between a request's tokens; the decode set computes once a second."""
-    assert all(start < stop for start, stop in request.decode_spans)  # who decodes for one step at a time leaves no empty ones
+    assert all(
+        start < stop for start, stop in request.decode_spans
+    )  # who decodes for one step at a time leaves no empty ones
     gaps = [gap_fs // FS_PER_S for gap_fs in request.other_gaps_fs]
     return sorted(gaps + [1] * sum(stop - start for start, stop in request.decode_spans))
 

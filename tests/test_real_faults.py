@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset, with_engine
-from gpu.batch import BatchBuffers
 from gpu.cpu_moves import ChangedBlockError, CpuMoves
 from gpu.fences import FenceError
+from gpu.group_rows import slots_of
 from gpu.pool import PoisonedReadError
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
-from sim.core.plan import StepPlan
 from sim.core.request import Outcome
+from tests.support.tampered import tampering
 
 pytestmark = pytest.mark.usefixtures("steady_time")
-
-
-class Tampered:
-    """An executor whose plans somebody tampers with."""
-
-    def __init__(self, inner, change: Callable[[StepPlan], StepPlan]) -> None:
-        self.inner, self.change = inner, change
-
-    def execute(self, plan):
-        return self.inner.execute(self.change(plan))
-
-    def close(self, releases):
-        self.inner.close(releases)
-
-
-def tampering(change):
-    return lambda inner: Tampered(inner, change)
 
 
 UNCACHED = with_engine(SCENARIOS["pressure-0"], enable_prefix_caching=False)
@@ -105,15 +87,13 @@ def test_a_leak_on_abort_is_named():
 
 
 def test_a_wrong_slot_is_named(monkeypatch):
-    right = BatchBuffers.slots
-
-    def one_off(self, item, block_size):
-        slots = right(self, item, block_size)
-        if item.name == "r3" and item.context_tokens:
+    def one_off(name, table, start, stop, block_size):
+        slots = slots_of(name, table, start, stop, block_size)
+        if name == "r3" and start:
             slots[-1] = slots[-1] - 1 if slots[-1] % block_size else slots[-1] + 1
         return slots
 
-    monkeypatch.setattr(BatchBuffers, "slots", one_off)
+    monkeypatch.setattr("gpu.batch.slots_of", one_off)
     with pytest.raises(
         PoisonedReadError, match=r"^r3 reads block \d+ at step \d+: token \d+ of its table is NaN in layer 0"
     ):

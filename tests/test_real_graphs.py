@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,14 +42,14 @@ def test_rows_beyond_the_batch_write_nowhere_and_read_nothing():
     batch = buffers.fill([decode("a", 4, 1, 2), decode("b", 0, 3)], 4, GREEDY, pad_to=4)
     assert batch.sampled == ("a", "b")
     assert batch.num_decodes == 4
-    assert batch.block_table.tolist() == [
+    assert batch.groups[0].block_table.tolist() == [
         [1, 2, 7],
         [3, 6, 7],
         [0, 0, 0],
         [0, 0, 0],
     ]  # beyond a sequence's end nothing is read
-    assert batch.seq_lens.tolist() == [5, 1, 0, 0]
-    assert batch.slots.tolist() == [8, 12, 0, 0]  # slot 0 is in NO_BLOCK
+    assert batch.groups[0].seq_lens.tolist() == [5, 1, 0, 0]
+    assert batch.groups[0].slots.tolist() == [8, 12, 0, 0]  # slot 0 is in NO_BLOCK
     assert batch.positions.tolist() == [4, 0, 0, 0]
     assert batch.sample_rows.tolist() == [0, 1, 2, 3]
     assert batch.temperature.tolist() == [0.0] * 4
@@ -56,21 +58,28 @@ def test_rows_beyond_the_batch_write_nowhere_and_read_nothing():
 
 def test_every_batch_of_a_bucket_lies_in_the_same_place():
     """What a captured graph has read once, it reads always."""
-    buffers = BatchBuffers(max_tokens=8, max_seqs=8, max_blocks=3, device="cpu")
+    buffers = BatchBuffers(max_tokens=8, max_seqs=8, max_blocks=3, device="cpu", num_groups=2)
+
+    def both(*blocks: int) -> dict[str, tuple[int, ...]]:
+        return {"block_table": blocks, "group_tables": (blocks, (0, *blocks[1:]))}
+
     batches = [
         buffers.fill([], 4, GREEDY, pad_to=4),
-        buffers.fill([decode("a", 4, 1, 2)], 4, GREEDY, pad_to=4),
-        buffers.fill([decode("a", 9, 1, 2, 3), decode("b", 0, 3)], 4, GREEDY, pad_to=4),
+        buffers.fill([replace(decode("a", 4), **both(1, 2))], 4, GREEDY, pad_to=4),
+        buffers.fill(
+            [replace(decode("a", 9), **both(1, 2, 3)), replace(decode("b", 4), **both(3, 4))], 4, GREEDY, pad_to=4
+        ),
     ]
     tensors = [
         {
-            name: (value.data_ptr(), value.shape, value.stride())
-            for name in batch.__slots__
-            if isinstance(value := getattr(batch, name), torch.Tensor)
+            (part, name): (value.data_ptr(), value.shape, value.stride())
+            for part, owner in enumerate((batch, *batch.groups))
+            for name in owner.__slots__
+            if isinstance(value := getattr(owner, name), torch.Tensor)
         }
         for batch in batches
     ]
-    assert len(tensors[0]) >= 10
+    assert len(tensors[0]) == 9 + 2 * 3
     assert tensors[0] == tensors[1] == tensors[2]
 
 
@@ -158,7 +167,9 @@ def test_what_a_replay_does_is_on_record_as_if_it_were_called():
 # -- whole runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pressure-0", "swaps-1", "prefixes-2", "window-0", "samples-1", "leavers-1"])
+@pytest.mark.parametrize(
+    "name", ["pressure-0", "swaps-1", "prefixes-2", "window-0", "samples-1", "leavers-1", "hybrid-swaps-1"]
+)
 @pytest.mark.usefixtures("steady_time")
 def test_padded_buckets_change_no_answer(name):
     run = run_for_real(SCENARIOS[name], preset("vllm-v1"), decode_graphs=True)

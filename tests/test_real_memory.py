@@ -76,7 +76,9 @@ OPERATIONS = (
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("name", ["swaps-1", "prefixes-1", "leavers-2"])
+@pytest.mark.parametrize(
+    "name", ["swaps-1", "prefixes-1", "leavers-2", "samples-0", "beams-1", "hybrid-swaps-1", "hybrid-beams-1"]
+)
 def test_a_failure_in_any_operation_is_survived(operation, name):
     """One call in twenty runs out of memory, moves of blocks included."""
     scenario = SCENARIOS[name]

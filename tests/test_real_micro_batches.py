@@ -62,7 +62,10 @@ def test_a_step_of_no_parts_is_refused():
 
 
 @pytest.mark.parametrize("most_tokens", [1, 2, 4])
-@pytest.mark.parametrize("name", ["pressure-0", "chunks-1", "prefixes-0", "conversations-1", "samples-0", "window-1"])
+@pytest.mark.parametrize(
+    "name",
+    ["pressure-0", "chunks-1", "prefixes-0", "conversations-1", "samples-0", "window-1", "hybrid-0", "hybrid-beams-1"],
+)
 @pytest.mark.usefixtures("steady_time")
 def test_a_split_step_changes_no_answer(name, most_tokens):
     """Prefixes that are found in the very step that computes them are in an earlier pass, or in the same."""

@@ -3,159 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-from experiments.real_run import run_scenario
-from gpu.batch import BatchBuffers, Sampling, Work
 from gpu.cpu_pool import CpuBlockPool
 from gpu.decoder_config import DecoderConfig, RotaryConfig
-from gpu.layout import KVLayout
-from gpu.model import Decoder
-from gpu.ops import Ops
-from gpu.pool import PagedKVPool
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
 from gpu.swap import BlockMover
 from gpu.weights import DecoderWeights
-from gpu.workspace import Workspace
-from sim import Scenario
 from sim.catalog.hf_config import read_config, shape_from_config
 from sim.catalog.models import model_shape
-from sim.core.blocks import BlockPool
-from sim.core.config import ConfigError, EngineConfig
+from sim.core.config import ConfigError
 from sim.core.request import Outcome, RequestSpec
-from sim.core.tables import BlockTable, BlockTables
 from sim.costs import FixedCost
 from sim.world.run import run_world
-
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama-3.1": (LlamaConfig, LlamaForCausalLM, {"rope_scaling": LLAMA3, "rope_theta": 50000.0}),
-    "llama-biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 11}),
-}  # fmt: skip
-BLOCK_SIZE = 4
-TOLERANCE = 5e-5
-"""Logits have a standard deviation of about 1.6; float32 sums in another order differ by 1e-5 at most here."""
-
-
-class Bench:
-    """A decoder with the weights of a Hugging Face model, a checked pool, and the core's own block tables."""
-
-    def __init__(self, family: str) -> None:
-        torch.set_num_threads(1)
-        configuration, model, extra = FAMILIES[family]
-        torch.manual_seed(len(family))
-        self.reference = model(configuration(**SIZES, **extra, attn_implementation="eager")).eval()
-        with torch.no_grad():
-            for name, weight in self.reference.named_parameters():
-                weight.normal_(1.0 if "norm" in name else 0.0, 0.2)
-        self.values = self.reference.config.to_dict()
-        shape = shape_from_config(self.values, name=family)
-        self.config = DecoderConfig.from_values(shape, self.values)
-        weights = DecoderWeights.from_state(self.config, self.reference.state_dict(), dtype=torch.float32, device="cpu")
-        self.work = Workspace(1 << 23)
-        self.ops = Ops("cpu", scratch=self.work)
-        self.model = Decoder(self.config, weights, self.ops, max_positions=128)
-        layout = KVLayout(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            block_size=BLOCK_SIZE,
-            dtype="float32",
-        )
-        self.layout = layout
-        self.pool = PagedKVPool(layout, 64, checked=True)
-        self.blocks = BlockPool(64)
-        self.tables = BlockTables(self.blocks, BLOCK_SIZE, shape.attention[0].window)
-        self.buffers = BatchBuffers(max_tokens=128, max_seqs=8, max_blocks=32, device="cpu")
-        self.step = 0
-
-    def tokens(self, seed: int, count: int = 40) -> list[int]:
-        return torch.randint(0, SIZES["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        """`[len(tokens), vocab_size]`, by transformers."""
-        with torch.no_grad():
-            return self.reference(torch.tensor([tokens])).logits[0]
-
-    def grow(self, table: BlockTable, computed: int, count: int, hits: tuple[int, ...] = ()) -> None:
-        """Make room in a table, as the core would, and do the copies it asks for."""
-        allocation = self.tables.grow(table, computed, count, hits)
-        assert allocation is not None
-        if allocation.copies:
-            sources, targets = (torch.tensor(ids) for ids in zip(*allocation.copies, strict=True))
-            self.ops.move_blocks(self.pool.rows, self.pool.rows, sources, targets)
-
-    def run(self, *shares: tuple[BlockTable, list[int], int, int]) -> list[torch.Tensor]:
-        """One step of `(table, tokens, computed, count)` shares; the logits after the last token of each, in that order."""
-        self.pool.begin_step(self.step)
-        self.work.reset()
-        for table, _, computed, _ in shares:
-            self.pool.assign(table.owner, table.blocks, computed)
-        work = [
-            Work(
-                name=table.owner,
-                token_ids=tokens[computed : computed + count],
-                context_tokens=computed,
-                block_table=table.blocks,
-                samples=True,
-            )
-            for table, tokens, computed, count in shares
-        ]
-        batch = self.buffers.fill(work, BLOCK_SIZE, Sampling())
-        rows = self.model.forward(batch, self.pool, self.work).clone()
-        self.pool.end_step()
-        self.step += 1
-        by_name = dict(zip(batch.sampled, rows, strict=True))
-        return [by_name[item.name] for item in work]
-
-    def feed(self, table: BlockTable, tokens: list[int], chunks: list[int], computed: int = 0) -> None:
-        """Compute `tokens` chunk by chunk, comparing the logits after each with transformers."""
-        want = self.logits(tokens)
-        for count in chunks:
-            self.grow(table, computed, count)
-            (row,) = self.run((table, tokens, computed, count))
-            assert_equal(row, want[computed + count - 1])
-            computed += count
-
-    def give_back(self, table: BlockTable) -> None:
-        self.pool.release(table.owner, self.tables.release(table, table.owner))
-
-
-def assert_equal(row: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(row, want, rtol=0, atol=TOLERANCE)
+from tests.support.logits_bench import FAMILIES, SIZES, Bench, assert_equal
 
 
 @pytest.fixture(params=FAMILIES)
@@ -166,12 +32,12 @@ def bench(request):
 def test_whole_prefill_chunked_prefill_and_decode(bench):
     tokens = bench.tokens(1)
     for index, chunks in enumerate(([40], [1] * 40, [7, 1, 13, 4, 1, 1, 9, 4], [16, 16, 8], [39, 1])):
-        bench.feed(BlockTable(f"sequence {index}"), tokens, chunks)
+        bench.feed(bench.tables.new(f"sequence {index}"), tokens, chunks)
 
 
 def test_sequences_of_one_batch_do_not_see_each_other(bench):
     """Whole prompts, chunks on top of context and decodes, of different lengths, in one step."""
-    tables = [BlockTable(name) for name in "abcd"]
+    tables = [bench.tables.new(name) for name in "abcd"]
     texts = [bench.tokens(seed) for seed in range(4)]
     contexts, counts = [0, 9, 30, 17], [12, 6, 1, 1]
     for table, text, context in zip(tables, texts, contexts, strict=True):
@@ -186,11 +52,11 @@ def test_sequences_of_one_batch_do_not_see_each_other(bench):
 
 def test_a_cached_prefix_is_as_good_as_a_computed_one(bench):
     tokens, other = bench.tokens(2), bench.tokens(3)
-    first = BlockTable("first")
+    first = bench.tables.new("first")
     bench.feed(first, tokens, [24])
-    hits = tuple(first.blocks[:5])
+    hits = bench.prefix(first, 5)
     text = tokens[:20] + other[:10]
-    second = BlockTable("second")
+    second = bench.tables.new("second")
     bench.grow(second, 0, 10, hits)
     (row,) = bench.run((second, text, 20, 10))
     assert_equal(row, bench.logits(text)[29])
@@ -198,9 +64,9 @@ def test_a_cached_prefix_is_as_good_as_a_computed_one(bench):
 
 def test_a_prefix_may_be_found_in_the_very_step_that_computes_it(bench):
     text = bench.tokens(4)
-    first, second = BlockTable("first"), BlockTable("second")
+    first, second = bench.tables.new("first"), bench.tables.new("second")
     bench.grow(first, 0, 30)
-    bench.grow(second, 0, 20, tuple(first.blocks[:4]))
+    bench.grow(second, 0, 20, bench.prefix(first, 4))
     rows = bench.run((first, text, 0, 30), (second, text, 16, 20))
     want = bench.logits(text)
     assert_equal(rows[0], want[29])
@@ -209,12 +75,12 @@ def test_a_prefix_may_be_found_in_the_very_step_that_computes_it(bench):
 
 def test_a_fork_goes_its_own_way_after_a_copy_on_write(bench):
     tokens, other = bench.tokens(5), bench.tokens(6)
-    parent = BlockTable("parent")
+    parent = bench.tables.new("parent")
     bench.feed(parent, tokens, [18])  # the fifth block is half full: whoever writes first must copy it
-    child = bench.tables.fork(parent, "child")
+    child = bench.fork(parent, "child")
     text = tokens[:18] + other[:9]
     bench.grow(child, 18, 9)
-    assert child.blocks[4] != parent.blocks[4]
+    assert all(own.blocks[4] != theirs.blocks[4] for own, theirs in zip(child.groups, parent.groups, strict=True))
     (row,) = bench.run((child, text, 18, 9))
     assert_equal(row, bench.logits(text)[26])
     bench.feed(parent, tokens, [6, 1, 1], computed=18)
@@ -222,11 +88,11 @@ def test_a_fork_goes_its_own_way_after_a_copy_on_write(bench):
 
 def test_a_preempted_sequence_is_recomputed_in_other_blocks(bench):
     tokens = bench.tokens(7)
-    table = BlockTable("victim")
+    table = bench.tables.new("victim")
     bench.feed(table, tokens, [20, 1, 1])
     before = list(table.blocks)
     bench.give_back(table)
-    intruder = BlockTable("intruder")
+    intruder = bench.tables.new("intruder")
     bench.feed(intruder, bench.tokens(8), [26])
     bench.feed(table, tokens, [10, 12, 1, 1])
     assert set(table.blocks) != set(before)
@@ -234,35 +100,57 @@ def test_a_preempted_sequence_is_recomputed_in_other_blocks(bench):
 
 def test_a_sequence_that_was_swapped_out_goes_on_where_it_was(bench):
     tokens = bench.tokens(9)
-    mover = BlockMover(bench.pool, CpuBlockPool(bench.layout, 16), bench.ops)
-    table = BlockTable("victim")
+    mover = BlockMover(bench.pool, CpuBlockPool(bench.layout, 20), bench.ops)
+    table = bench.tables.new("victim")
     bench.feed(table, tokens, [21, 1])
-    held = [block for block in table.blocks if block]
-    mover.swap_out("victim", held)
-    passed = len(table.blocks) - len(held)
+    bench.slide(table, 22)
+    mover.swap_out("victim", bench.tables.computed(table, 22))
     bench.give_back(table)
-    bench.feed(BlockTable("intruder"), bench.tokens(10), [30])
-    table.blocks = [0] * passed
-    bench.grow(table, 22, 1)
-    bench.pool.assign("victim", table.blocks, 22)
-    mover.swap_in("victim", [block for block in table.blocks if block][: len(held)])
+    bench.feed(bench.tables.new("intruder"), bench.tokens(10), [30])
+    back, _ = bench.tables.restore(table, 22, 1)
+    bench.assign(table, 22)
+    mover.swap_in("victim", back)
     (row,) = bench.run((table, tokens, 22, 1))
     assert_equal(row, bench.logits(tokens)[22])
 
 
 def test_a_sliding_window_gives_blocks_back_and_changes_nothing():
     bench = Bench("mistral")
-    tokens, table = bench.tokens(11, 60), BlockTable("long")
+    tokens, table = bench.tokens(11, 60), bench.tables.new("long")
     bench.feed(table, tokens, [30, 1, 9, 1, 1, 10])
     assert table.blocks[:8] == [0] * 8  # the last step began at token 42, which sees 32 to 42
     assert all(table.blocks[8:])
     assert bench.blocks.num_owned == len(table.blocks) - 8
 
 
+def test_of_several_groups_those_with_windows_give_blocks_back_and_nothing_changes():
+    """Window 11 in layers 0, 2 and 4, dealt out over two groups; layers 1 and 3 keep everything. A window of 6, likewise, in layers 1
+    and 2: one group each, beside that of layer 0.
+    """
+    for family, layers, windows, passed in (
+        (
+            "qwen3-hybrid",
+            ((0, 4), (2,), (1, 3)),
+            (11, 11, None),
+            8,
+        ),  # the last step began at token 42, which sees 32 to 42
+        ("qwen2-hybrid", ((0,), (1,), (2,)), (None, 6, 6), 9),  # it sees 37 to 42
+    ):
+        bench = Bench(family)
+        assert (bench.model.groups.layers, bench.model.groups.windows) == (layers, windows)
+        tokens, table = bench.tokens(11, 60), bench.tables.new("long")
+        bench.feed(table, tokens, [30, 1, 9, 1, 1, 10])
+        for window, own in zip(windows, table.groups, strict=True):
+            gone = 0 if window is None else passed
+            assert own.blocks[:gone] == [0] * gone
+            assert all(own.blocks[gone:])
+        assert bench.pool.tags.num_held == bench.blocks.num_owned == 3 * 13 - 2 * passed
+
+
 def test_what_is_left_of_a_truncated_context_keeps_its_positions():
     """With the middle of the context gone, attention reads what is left at its old positions: transformers is told so by a mask."""
     bench = Bench("llama")
-    tokens, table = bench.tokens(12), BlockTable("cut")
+    tokens, table = bench.tokens(12), bench.tables.new("cut")
     bench.feed(table, tokens, [33])
     table.blocks[1:5] = [0] * 4  # tokens 4 to 19
     bench.grow(table, 33, 1)
@@ -302,15 +190,7 @@ def test_a_folder_as_transformers_saves_it_is_served_as_transformers_answers(fam
         shape=read_config(tmp_path / "config.json"), source=str(tmp_path), dtype="float32", checked=True
     )
     engine = RealEngine(settings, requests)
-    window = bench.config.shape.attention[0].window
-    config = EngineConfig(
-        num_gpu_blocks=40,
-        block_size=4,
-        max_model_len=48,
-        max_num_seqs=3,
-        max_num_batched_tokens=11,
-        sliding_window=window,
-    )
+    config = replace(bench.engine, num_gpu_blocks=40, max_model_len=48, max_num_seqs=3, max_num_batched_tokens=11)
     record = run_world(config, FixedCost(1.0), requests, executor=engine.executor)
     assert all(request.outcome is Outcome.FINISHED for request in record.requests)
     for spec in requests:
@@ -332,32 +212,32 @@ def test_random_weights_depend_on_the_seed_and_nothing_else():
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("mixtral-8x7b", "architecture is mixtral"), ("deepseek-v2-lite", "deepseek_v2"), ("gemma-2-9b", "gemma2")],
-)
+    [("mixtral-8x7b", "architecture is mixtral"), ("deepseek-v2-lite", "deepseek_v2"), ("gemma-2-9b", "gemma2, with capped"),
+     ("gpt-oss-20b", "gpt_oss, with attention sinks and experts; llama, mistral, qwen2, qwen3 can be")],
+)  # fmt: skip
 def test_a_model_of_another_family_is_refused_with_the_reason(name, why):
     with pytest.raises(ConfigError, match=f"{name} cannot be run for real.*{why}"):
         DecoderConfig.of(model_shape(name))
 
 
-def test_a_model_with_several_attention_groups_is_refused_unless_its_release_keeps_every_token(tmp_path):
-    """One window layer and one that sees everything: two block tables a request in vLLM since 0.10, one before."""
-    values = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 128, "torch_dtype": "float32",
-        "max_position_embeddings": 256, "tie_word_embeddings": True, "sliding_window": 16, "use_sliding_window": True,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }  # fmt: skip
-    path = tmp_path / "hybrid.json"
-    path.write_text(json.dumps(values), encoding="utf-8")
-    scenario = Scenario(
-        model=str(path),
-        workload={"workload": "uniform", "input_tokens": 40, "output_tokens": 4, "num_requests": 2, "rate": 1.0},
-        engine={"num_gpu_blocks_override": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4},
-        run={"executor": "torch", "device": "cpu"},
-    )
-    with pytest.raises(ConfigError, match=r"hybrid has 2 attention groups.*use engine_version 0\.9\.2"):
-        run_scenario(scenario)
-    assert run_scenario(scenario.with_(engine_version="0.9.2")).summary["finished"] == 2
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"use_sliding_window": True, "sliding_window": 8},  # from layer 28 on: both have a default of max_window_layers
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 15},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 3},
+        {"sliding_window": 8, "max_window_layers": 3},
+    ],
+)
+def test_layers_have_the_windows_that_transformers_gives_them(family, stated):
+    values = {**SIZES, "num_hidden_layers": 30, **stated}
+    shape = shape_from_config({"model_type": family, **values}, name=family)
+    config = FAMILIES[family][0](**values)
+    want = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+    assert [shape.attention_at(layer).window for layer in range(30)] == want
 
 
 def test_an_unknown_rotary_scaling_is_refused():

@@ -2,80 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-import torch
 
 from experiments.validation import SCENARIOS
 from gpu.cpu_moves import CpuMoves
 from gpu.cpu_pool import CpuBlockPool
-from gpu.layout import KVLayout
-from gpu.ops import Ops
 from gpu.plan_moves import PlanMoves
-from gpu.pool import PagedKVPool
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
+from sim.core.plan import BatchShape, StepPlan
 from sim.core.request import RequestSpec
-
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
-
-
-class Device:
-    """A checked pool of eight blocks and a CPU pool of four, and what plans do to them."""
-
-    def __init__(self) -> None:
-        self.pool = PagedKVPool(LAYOUT, 8, checked=True)
-        self.ops = Ops("cpu")
-        self.cached: set[int] = set()
-        self.mover = BlockMover(self.pool, CpuBlockPool(LAYOUT, 4), self.ops)
-        self.moves = PlanMoves(
-            self.pool, self.ops, CpuMoves(self.pool, self.ops, mover=self.mover), is_cached=self.cached.__contains__
-        )
-        self.step = 0
-
-    def begin(self, **decided: object) -> None:
-        plan = StepPlan(step=self.step, repeat=1, start_fs=0, shape=BatchShape(), scheduled=lambda ahead: (), **decided)
-        self.pool.begin_step(self.step)
-        self.moves.begin(plan)
-
-    def end(self) -> None:
-        self.moves.settle()
-        self.pool.end_step()
-        self.step += 1
-
-    def hold(self, name: str, table: Sequence[int], context: int = 0) -> None:
-        self.moves.hold(scheduled(name, table, context))
-
-    def write(self, block: int, value: float) -> None:
-        for layer in range(LAYOUT.num_layers):
-            self.pool.layer(layer).kv[block].fill_(value)
-
-    def reads(self, block: int) -> float:
-        """What a block holds, all of it; NaN when it is poisoned."""
-        values = torch.stack([self.pool.layer(layer).kv[block] for layer in range(LAYOUT.num_layers)])
-        assert values.isnan().all() or (values == values.flatten()[0]).all()
-        return float(values.flatten()[0])
-
-    def poisoned(self, block: int) -> bool:
-        return self.reads(block) != self.reads(block)
-
-    def owns(self, name: str, table: Sequence[int], context: int = 0) -> None:
-        """`name` got these blocks in an earlier step, and wrote its own number of block and ten into each."""
-        self.begin()
-        self.hold(name, table, context)
-        for block in table:
-            self.write(block, block + 10)
-        self.end()
-
-
-def scheduled(name: str, table: Sequence[int], context: int = 0) -> ScheduledRequest:
-    return ScheduledRequest(name, 1, context, tuple(table), samples=True)
+from tests.support.moving_device import LAYOUT, Device
 
 
 @pytest.fixture
@@ -144,54 +85,6 @@ def test_nobody_else_may(device):
         DoubleFreeError, match=r"block 2 is released twice: first by nobody \(it never held it\), now by a at step 1"
     ):
         device.begin(releases=(("a", (1, 2)),))
-
-
-@pytest.mark.parametrize("failures", [1, 3])
-def test_moves_that_had_no_memory_are_done_by_the_next_plan(device, failures, monkeypatch):
-    """The core takes the step back, so nobody has written in between: what was to be copied is still there."""
-    device.owns("victim", [1, 2])
-    device.owns("other", [3])
-    works, left = device.ops.move_blocks, [failures]
-
-    def fails(*arguments):
-        if left[0]:
-            left[0] -= 1
-            raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
-        works(*arguments)
-
-    monkeypatch.setattr(device.ops, "move_blocks", fails)
-    plan = {
-        "swap_outs": (("victim", ((1, 1), (2, 2))),),
-        "releases": (("victim", (1, 2)),),
-        "copies": ((3, 1),),
-        "preempted": ("victim",),
-    }
-    for attempt in range(failures):
-        with pytest.raises(torch.OutOfMemoryError):
-            device.begin(**(plan if attempt == 0 else {}))
-        assert "victim" in device.moves.during
-        device.moves.take_back(scheduled("other", [1], 2))
-        device.pool.end_step()
-        device.step += 1
-    device.begin()
-    device.hold("other", [1], context=2)
-    assert device.reads(1) == 13
-    assert device.mover.cpu_pool.slots("victim")
-    device.end()
-    device.begin(swap_ins=(("victim", ((1, 5), (2, 6))),))
-    device.hold("victim", [5, 6], context=8)
-    assert [device.reads(block) for block in (5, 6)] == [11, 12]
-    assert device.mover.cpu_pool.num_free == 4
-
-
-def test_a_step_that_is_taken_back_gives_its_new_blocks_back(device):
-    device.owns("a", [1, 2], context=5)
-    device.begin()
-    device.hold("a", [1, 2, 3], context=8)
-    device.moves.take_back(scheduled("a", [1, 2, 3], context=8))
-    assert device.pool.tags.holders(3) == ()
-    assert device.poisoned(3)
-    assert device.reads(2) == 12
 
 
 def test_slots_of_a_request_that_ended_while_it_was_away_are_used_again(device):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from experiments.validation import SCENARIOS
 from experiments.validation.worlds import preset
 from gpu.batch import BatchBuffers, Sampling, Work
+from gpu.copy_order import independent
 from gpu.decoder_config import RotaryConfig
 from gpu.device import find_device
-from gpu.plan_moves import independent
 from gpu.timing import step_timer
 from gpu.tokens import TokenBook
 from sim.core.clock import to_fs
@@ -132,21 +132,38 @@ def test_a_batch_puts_decodes_first_and_slots_where_the_tables_say():
     assert batch.sampled == ("decode", "prompt")
     assert batch.num_decodes == 1
     assert batch.positions.tolist() == [6, 0, 1, 2, 3, 4, 4, 5, 6]
-    assert batch.slots.tolist() == [2 * 4 + 2, 12, 13, 14, 15, 4, 24, 25, 26]
-    assert batch.seq_lens.tolist() == [7, 5, 7]
+    assert batch.groups[0].slots.tolist() == [2 * 4 + 2, 12, 13, 14, 15, 4, 24, 25, 26]
+    assert batch.groups[0].seq_lens.tolist() == [7, 5, 7]
     assert batch.query_starts.tolist() == [0, 5, 8]
     assert batch.sample_rows.tolist() == [0, 5]
-    assert batch.block_table.tolist() == [[7, 2], [3, 1], [5, 6]]
+    assert batch.groups[0].block_table.tolist() == [[7, 2], [3, 1], [5, 6]]
     assert batch.uniform.tolist() == [0.75, 0.25]
     assert batch.top_k.tolist() == [3, 3]
 
 
 def test_blocks_that_were_given_up_are_left_out_and_positions_stay():
     batch = buffers().fill([work("cut", 13, 1, (9, 0, 0, 4))], 4, Sampling())
-    assert batch.block_table.tolist()[0][:2] == [9, 4]
-    assert batch.seq_lens.tolist() == [6]
+    assert batch.groups[0].block_table.tolist()[0][:2] == [9, 4]
+    assert batch.groups[0].seq_lens.tolist() == [6]
     assert batch.positions.tolist() == [13]
-    assert batch.slots.tolist() == [4 * 4 + 1]
+    assert batch.groups[0].slots.tolist() == [4 * 4 + 1]
+
+
+def test_each_group_has_its_own_slots_tables_and_lengths():
+    """A window and full attention: what slid out of the one is read by the other. Positions are the sequence's, whoever reads."""
+    both = [
+        replace(work("decode", 13, 1, (0, 0, 5, 4)), group_tables=((0, 0, 5, 4), (9, 8, 7, 6))),
+        replace(work("chunk", 4, 3, (1, 2)), group_tables=((1, 2), (3, 10))),
+    ]
+    batch = buffers(num_groups=2).fill(both, 4, Sampling())
+    window, full = batch.groups
+    assert [window.slots.tolist(), full.slots.tolist()] == [[17, 8, 9, 10], [25, 40, 41, 42]]
+    assert [window.seq_lens.tolist(), full.seq_lens.tolist()] == [[14 - 8, 7], [14, 7]]
+    assert window.block_table[:, :2].tolist() == [[5, 4], [1, 2]]
+    assert full.block_table.tolist() == [[9, 8, 7, 6], [3, 10, 0, 0]]
+    assert batch.positions.tolist() == [13, 4, 5, 6]
+    with pytest.raises(ValueError, match="zip"):
+        buffers(num_groups=3).fill(both, 4, Sampling())
 
 
 @pytest.mark.parametrize("table", [(1,), (1, 0), ()])

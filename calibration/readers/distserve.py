@@ -10,13 +10,13 @@ Source: DistServe (Zhong et al., OSDI'24) @82831f1, `profiler-a100-80g.*.json`, 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from calibration.errors import CalibrationError
+from calibration.text_files import begins_with, read_object
 from calibration.whole_steps import WholeSteps
 
 LICENCE = "Apache-2.0"
@@ -34,7 +34,7 @@ CONTEXTS = (64, 256, 512, 1024, 2048)
 
 def is_distserve(path: Path) -> bool:
     """Whether a file looks like one of these, whatever is wrong with it."""
-    return path.suffix == ".json" and "decoding" in path.read_text(encoding="utf-8")[:4096]
+    return path.suffix == ".json" and begins_with(path, "decoding")
 
 
 def read_laws(path: Path, model: str | None, ranks: int) -> WholeSteps:
@@ -42,10 +42,7 @@ def read_laws(path: Path, model: str | None, ranks: int) -> WholeSteps:
 
     Raises: CalibrationError for a model or size that is not in the file, or laws without their coefficients; OSError.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CalibrationError(f"{path}: not JSON: {error}") from error
+    data = read_object(path)
     names = {name.rpartition("/")[2]: name for name in data}
     if model is None or model.rpartition("/")[2] not in names:
         raise CalibrationError(

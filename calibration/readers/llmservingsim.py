@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from calibration.errors import CalibrationError
 from calibration.tables import read_csv
+from calibration.text_files import read_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,7 +80,7 @@ def read_meta(path: Path) -> dict[str, str]:
         raise CalibrationError(
             f"{path}: missing; without it nobody can say what was measured, so the tables are refused"
         )
-    lines = re.findall(r"^(\w+):[ \t]*(\S.*?)[ \t]*$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = re.findall(r"^(\w+):[ \t]*(\S.*?)[ \t]*$", read_text(path), flags=re.MULTILINE)
     meta = {key: value.strip("'\"") for key, value in lines}
     for key in ("gpu", "model", "vllm_version"):
         if key not in meta:

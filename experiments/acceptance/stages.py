@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -157,7 +156,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, required=True, help="seconds that the stage may take")
     parser.add_argument("--small", action="store_true", help="the smallest sizes: to try the run, not the device")
     chosen = parser.parse_args(argv)
-    os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")  # later releases give cuBLAS's back after each product
     job = Job(device=chosen.device, out=chosen.out, limit_s=chosen.limit, small=chosen.small)
     try:
         STAGES[chosen.stage].run(job)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim.core.plan import Executor
+from sim.memory import build_ledger
 
+from .scenario_kinds import ANY_GPU
 from .scenarios import SmallScenario
 from .worlds import changed_answers, first_difference, preset, reference_answers, replay, run_for_real
 
@@ -96,13 +98,13 @@ def check_cell(
 def account_errors(scenario: SmallScenario, measured: Mapping[str, int]) -> list[str]:
     """Where the account is off from what the device really took, by more than `TOLERANCES` allow; in sentences with numbers.
 
-    Predicted with the ledger's own functions: weights, and KV bytes of a token times the tokens of the pool, NO_BLOCK included.
+    Predicted with the ledger's own functions: weights, and the bytes of a block times the blocks of the pool, NO_BLOCK included.
     """
     shape, engine = scenario.shape, scenario.engine
-    tokens = (engine.num_gpu_blocks + 1) * engine.block_size
+    ledger = build_ledger(shape, ANY_GPU, block_size=engine.block_size, max_model_len=engine.max_model_len)
     predicted = {
         "weights": shape.weight_bytes(shape.dtype),
-        "kv_cache": shape.kv_bytes_per_token("auto", dtype=shape.dtype) * tokens,
+        "kv_cache": ledger.layout.block_bytes * (engine.num_gpu_blocks + 1),
     }
     return [
         f"the account of {name} is {predicted[name]:,} B and the device took {measured[name]:,} B, {error:+.2%} (allowed: {allowed:.2%})"

@@ -1,30 +1,23 @@
 """Small scenarios that push an engine into every corner in which memory management could change an answer.
 
-Each kind puts pressure on one thing (blocks, chunks, shared prefixes, conversations, the CPU pool, clients that leave,
-priorities, a sliding window) and exists in three seeded sizes. They are small enough for a CPU and a random model of two
-layers; arrivals are milliseconds apart, as such a model's steps are.
+Each kind (`scenario_kinds`) puts pressure on one thing and exists in three seeded sizes.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
-from sim.core.forking import Forking
-from sim.core.request import RequestSpec, samples
+from sim.core.request import RequestSpec
+
+from .scenario_kinds import BLOCK_SIZE, HYBRID, KINDS, MAX_MODEL_LEN, MODEL, windowed
 
 if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
 
-MODEL = "tiny-llama-test"
-"""The model of every scenario: Llama's shape, two layers, random weights."""
-MAX_MODEL_LEN = 48
-"""Tokens of the longest sequence: few enough that a whole one fits every pool, as contiguous reservation needs."""
-BLOCK_SIZE = 4
 VARIANTS = 3
 """Scenarios of each kind."""
 
@@ -43,7 +36,9 @@ class SmallScenario:
 
     @property
     def roomy(self) -> SmallScenario:
-        """The same requests with nothing in the way: room for all at once, whole prompts, nobody leaves."""
+        """The same requests with nothing in the way: room for all at once, whole prompts, nobody leaves. With several attention groups
+        also one table for all layers, which keeps every token: the windows are in the model alone.
+        """
         patient = tuple(replace(spec, cancel_after_s=None, timeout_s=None) for spec in self.requests)
         engine = EngineConfig(
             num_gpu_blocks=len(patient) * MAX_MODEL_LEN // BLOCK_SIZE + 1,
@@ -57,137 +52,12 @@ class SmallScenario:
         return replace(self, requests=patient, engine=engine)
 
 
-def _requests(
-    draw: random.Random, count: int, inputs: tuple[int, int], outputs: tuple[int, int], **fields: object
-) -> list[RequestSpec]:
-    """`count` requests with uniform lengths, some milliseconds apart."""
-    made, arrival_s = [], 0.0
-    for index in range(count):
-        arrival_s += draw.expovariate(1 / 0.004)
-        spec = RequestSpec(
-            request_id=f"r{index}",
-            arrival_s=arrival_s,
-            input_tokens=draw.randint(*inputs),
-            output_tokens=draw.randint(*outputs),
-        )
-        made.append(replace(spec, **fields))  # type: ignore[arg-type]
-    return made
-
-
-def _engine(**changes: object) -> EngineConfig:
-    settings: dict[str, object] = {
-        "num_gpu_blocks": 16,
-        "block_size": BLOCK_SIZE,
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 32,
-    }
-    return EngineConfig(**{**settings, **changes})  # type: ignore[arg-type]
-
-
-_Made = tuple[list[RequestSpec], EngineConfig]
-
-
-def _pressure(draw: random.Random) -> _Made:
-    return _requests(draw, 8, (3, 24), (4, 20)), _engine(num_gpu_blocks=draw.randint(14, 18))
-
-
-def _chunks(draw: random.Random) -> _Made:
-    return _requests(draw, 6, (10, 40), (1, 6)), _engine(max_num_batched_tokens=draw.choice((5, 7, 11)), max_num_seqs=5)
-
-
-def _prefixes(draw: random.Random) -> _Made:
-    """Prompts that begin alike, in a pool that forgets some of them in time and some not."""
-    requests = _requests(draw, 9, (9, 36), (1, 8))
-    shared = [
-        replace(
-            spec,
-            content_ids=tuple(draw.choice("ab") for _ in range(draw.randint(1, spec.input_tokens // 4))),
-            content_block_tokens=4,
-        )
-        for spec in requests
-    ]
-    return shared, _engine(num_gpu_blocks=draw.randint(16, 22), reserve_full_prompt=draw.random() < 0.5)
-
-
-def _conversations(draw: random.Random) -> _Made:
-    """Second turns that repeat the first and its answer: the trace's ids name output too."""
-    requests: list[RequestSpec] = []
-    for index, spec in enumerate(_requests(draw, 4, (6, 12), (5, 9))):
-        ids = tuple(f"{index}.{place}" for place in range(-(-(spec.input_tokens + spec.output_tokens) // 3)))
-        follow_up = replace(
-            spec,
-            request_id=f"{spec.request_id}-again",
-            arrival_s=spec.arrival_s + draw.random() * 0.1,
-            input_tokens=len(ids) * 3 + draw.randint(1, 8),
-        )
-        requests += [replace(s, content_ids=ids, content_block_tokens=3) for s in (spec, follow_up)]
-    return sorted(requests, key=lambda spec: spec.arrival_s), _engine(num_gpu_blocks=draw.randint(18, 24))
-
-
-def _swaps(draw: random.Random) -> _Made:
-    return _requests(draw, 8, (3, 20), (6, 22)), _engine(num_gpu_blocks=14, num_cpu_blocks=draw.choice((5, 10, 30)))
-
-
-def _leavers(draw: random.Random) -> _Made:
-    requests = [
-        replace(
-            spec,
-            cancel_after_s=draw.random() * 0.08 if draw.random() < 0.5 else None,
-            timeout_s=draw.random() * 0.2 if draw.random() < 0.3 else None,
-        )
-        for spec in _requests(draw, 9, (3, 30), (4, 16))
-    ]
-    return requests, _engine(num_gpu_blocks=15, num_cpu_blocks=draw.choice((0, 8)))
-
-
-def _priorities(draw: random.Random) -> _Made:
-    requests = [replace(spec, priority=draw.randint(0, 2)) for spec in _requests(draw, 8, (4, 26), (4, 16))]
-    return requests, _engine(scheduling_policy="priority", num_gpu_blocks=15, watermark=draw.choice((0.0, 0.1)))
-
-
-def _samples(draw: random.Random) -> _Made:
-    """Several samples of one prompt: they share its blocks, also while one of them still computes it."""
-    requests = [replace(spec, n=draw.choice((1, 2, 3))) for spec in _requests(draw, 5, (6, 24), (3, 14))]
-    return [sample for spec in requests for sample in samples(spec)], _engine(num_gpu_blocks=draw.randint(14, 20))
-
-
-def _beams(draw: random.Random) -> _Made:
-    """Samples and beams that fork: copies of shared blocks, and sequences that go on as copies of others."""
-    made: list[RequestSpec] = []
-    for spec in _requests(draw, 5, (4, 22), (3, 16)):
-        forking = Forking(width=draw.randint(2, 4), change=draw.choice((0.0, 0.2, 0.5)), seed=draw.randint(0, 9))
-        made += samples(replace(spec, n=forking.width, forking=forking))
-    return made, _engine(num_gpu_blocks=draw.randint(14, 24), max_num_seqs=draw.choice((4, 6, 12)))
-
-
-def _window(draw: random.Random) -> _Made:
-    return _requests(draw, 10, (4, 32), (6, 16)), _engine(
-        num_gpu_blocks=12, sliding_window=draw.choice((6, 9, 13)), max_num_batched_tokens=16, max_num_seqs=8
-    )
-
-
-KINDS: dict[str, Callable[[random.Random], _Made]] = {
-    "pressure": _pressure,
-    "chunks": _chunks,
-    "prefixes": _prefixes,
-    "conversations": _conversations,
-    "swaps": _swaps,
-    "leavers": _leavers,
-    "priorities": _priorities,
-    "samples": _samples,
-    "beams": _beams,
-    "window": _window,
-}
-"""How each kind is made, by name."""
-
-
 def _make(kind: str, variant: int) -> SmallScenario:
     requests, engine = KINDS[kind](random.Random(f"{kind}-{variant}"))
-    shape = model_shape(MODEL)
-    if engine.sliding_window is not None:
-        windowed = tuple(replace(part, window=engine.sliding_window) for part in shape.attention)
-        shape = replace(shape, architecture="mistral", attention=windowed)
+    shape = model_shape(HYBRID if engine.kv_groups else MODEL)
+    for group in engine.groups:
+        if group.window is not None:
+            shape = windowed(shape, group.window)
     return SmallScenario(name=f"{kind}-{variant}", requests=tuple(requests), engine=engine, shape=shape, seed=variant)
 
 

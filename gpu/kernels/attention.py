@@ -35,10 +35,10 @@ def split_bytes(*, num_seqs: int, num_q_heads: int, head_dim: int, num_splits: i
 
 
 def kv_tile(head_dim: int, element_bytes: int) -> int:
-    """Positions of a tile of K and V: 16 KiB at most, so that several fit into the shared memory of every target. Numbers of 8 bits
-    count as 16: so wide they are in registers.
+    """Positions of a tile of K and V: 8 KiB at most, so that several, and two buffers of each, fit into the shared memory of every
+    target. Numbers of 8 bits count as 16: so wide they are in registers.
     """
-    positions = 16384 // (next_power_of_2(head_dim) * max(element_bytes, 2))
+    positions = 8192 // (next_power_of_2(head_dim) * max(element_bytes, 2))
     return max(16, min(64, positions))
 
 

@@ -23,10 +23,11 @@ import triton.language as tl
 from .attention import DecodeCall, kv_tile
 from .launch import Launch, next_power_of_2
 from .merge_splits import merge_splits
-from .paged import LOG2E, dot_type, load_vectors, locate, online_softmax, tile_range, tile_start
+from .paged import LOG2E, attend, dot_type, tile_range, tile_start
 
-STAGES = 3
-"""Tiles in flight: one whose block ids, one whose K and V are on their way, one that is used."""
+STAGES = 5
+"""Stages of the loop: block ids are two tiles ahead of their K and V, which are two ahead of their use. With three, Triton keeps one
+buffer, and asks for the next tile only when it is done with this one: loads and products of a program never overlap."""
 
 
 @triton.jit(do_not_specialize=["num_splits", "table_stride"])  # what differs from batch to batch is compiled once
@@ -101,21 +102,11 @@ def decode_attention_kernel(
     for index in tl.range(begin, end, num_stages=STAGES):
         positions = tile_start(index, sink_tiles, low, BLOCK_N) + tl.arange(0, BLOCK_N)
         visible = (positions < length) & ((positions >= first) | (positions < num_sink_tokens))
-        at, scale_at = locate(
-            row_ptr, positions, visible, block_stride, scale_block_stride, scale_token_stride, TOKEN, BLOCK_SIZE
-        )
-        place = at[:, None] + dims[None, :]
-        mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
-        key = load_vectors(key_ptr + place, mask, FP8, NATIVE, DOT)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * (softmax_scale * LOG2E)
-        if FP8:
-            scores *= tl.load(key_scale_ptr + scale_at, mask=visible, other=0.0)[None, :]
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        weights, factor, maximum, total = online_softmax(scores, maximum, total)
-        value = load_vectors(key_ptr + BLOCK_SIZE * TOKEN + place, mask, FP8, NATIVE, DOT)
-        if FP8:
-            weights *= tl.load(key_scale_ptr + scale_half_stride + scale_at, mask=visible, other=0.0)[None, :]
-        output = tl.dot(weights.to(DOT), value, output * factor[:, None], input_precision="ieee")
+        maximum, total, output = attend(
+            query, key_ptr, key_scale_ptr, row_ptr, positions, visible, visible[None, :], softmax_scale * LOG2E,
+            maximum, total, output, block_stride, scale_block_stride, scale_half_stride, scale_token_stride,
+            TOKEN, BLOCK_SIZE, HEAD_DIM, BLOCK_D, FP8, NATIVE, DOT,
+        )  # fmt: skip
 
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     if SPLIT:

@@ -71,6 +71,35 @@ def online_softmax(scores, maximum, total):
     return weights, factor, new_maximum, total * factor + tl.sum(weights, axis=1)
 
 
+@triton.jit
+def attend(query, key_ptr, key_scale_ptr, table_ptr, positions, readable, seen, scale, maximum, total, output,
+           block_stride, scale_block_stride, scale_half_stride, scale_token_stride,
+           TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+           FP8: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+    """One tile of positions `[N]` joins the attention of a tile of queries `[M, BLOCK_D]`: (new maximum, total, output).
+
+    Positions that are `readable` are read, once for all queries; `seen` (`[1, N]` or `[M, N]`) says which of them a query sees.
+    `key_ptr` and `key_scale_ptr` point to one KV head of a layer, `table_ptr` to the sequence's row of the block table; `scale` is
+    that of the scores, in base 2.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    at, scale_at = locate(
+        table_ptr, positions, readable, block_stride, scale_block_stride, scale_token_stride, TOKEN, BLOCK_SIZE
+    )
+    place = at[:, None] + dims[None, :]
+    mask = readable[:, None] & (dims < HEAD_DIM)[None, :]
+    key = load_vectors(key_ptr + place, mask, FP8, NATIVE, DOT)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if FP8:
+        scores *= tl.load(key_scale_ptr + scale_at, mask=readable, other=0.0)[None, :]
+    scores = tl.where(seen, scores, float("-inf"))
+    weights, factor, maximum, total = online_softmax(scores, maximum, total)
+    value = load_vectors(key_ptr + BLOCK_SIZE * TOKEN + place, mask, FP8, NATIVE, DOT)
+    if FP8:
+        weights *= tl.load(key_scale_ptr + scale_half_stride + scale_at, mask=readable, other=0.0)[None, :]
+    return maximum, total, tl.dot(weights.to(DOT), value, output * factor[:, None], input_precision="ieee")
+
+
 def dot_type(dtype: Any) -> Any:
     """The triton format in which matrix products take inputs of a torch dtype."""
     if dot_in_float32(dtype):

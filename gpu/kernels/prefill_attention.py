@@ -24,10 +24,10 @@ import triton.language as tl
 
 from .attention import PrefillCall, kv_tile
 from .launch import Launch, next_power_of_2
-from .paged import LOG2E, dot_type, load_vectors, locate, online_softmax, tile_range, tile_start
+from .paged import LOG2E, attend, dot_type, tile_range, tile_start
 
-STAGES = 3
-"""Tiles of K and V in flight."""
+STAGES = 5
+"""As in decode attention: with fewer a program never loads while it multiplies, and here there is one on a multiprocessor."""
 
 
 @triton.jit
@@ -122,34 +122,27 @@ def prefill_attention_kernel(
         for index in tl.range(0, tiles, num_stages=STAGES):
             positions = tile_start(index, sink_tiles, low, BLOCK_N) + tl.arange(0, BLOCK_N)
             readable = (positions < end) & ((positions >= first) | (positions < num_sink_tokens))
-            at, scale_at = locate(
-                row_ptr, positions, readable, block_stride, scale_block_stride, scale_token_stride, TOKEN, BLOCK_SIZE
-            )
-            place = at[:, None] + dims[None, :]
-            mask = readable[:, None] & (dims < HEAD_DIM)[None, :]
-            key = load_vectors(key_ptr + place, mask, FP8, NATIVE, DOT)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * (softmax_scale * LOG2E)
-            if FP8:
-                scores *= tl.load(key_scale_ptr + scale_at, mask=readable, other=0.0)[None, :]
             near = (positions[None, :] >= oldest[:, None]) | (positions < num_sink_tokens)[None, :]
-            scores = tl.where((positions[None, :] <= stands[:, None]) & near, scores, float("-inf"))
-            weights, factor, maximum, total = online_softmax(scores, maximum, total)
-            value = load_vectors(key_ptr + BLOCK_SIZE * TOKEN + place, mask, FP8, NATIVE, DOT)
-            if FP8:
-                weights *= tl.load(key_scale_ptr + scale_half_stride + scale_at, mask=readable, other=0.0)[None, :]
-            output = tl.dot(weights.to(DOT), value, output * factor[:, None], input_precision="ieee")
+            maximum, total, output = attend(
+                query, key_ptr, key_scale_ptr, row_ptr, positions, readable,
+                (positions[None, :] <= stands[:, None]) & near, softmax_scale * LOG2E,
+                maximum, total, output, block_stride, scale_block_stride, scale_half_stride, scale_token_stride,
+                TOKEN, BLOCK_SIZE, HEAD_DIM, BLOCK_D, FP8, NATIVE, DOT,
+            )  # fmt: skip
 
         output = output / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + row[:, None] * out_stride + head_at, output.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def query_tile(head_dim: int, group: int, element_bytes: int, dtype: Any) -> tuple[int, int, int]:
-    """(rows, positions, warps) of a tile: what keeps the accumulator in registers on every target."""
+    """(rows, positions, warps) of a tile: what keeps the accumulator in registers on every target, and two buffers of K and V in the
+    shared memory of the smallest.
+    """
     if dtype is torch.float32:
         return max(16, next_power_of_2(group)), kv_tile(head_dim, element_bytes), 4
     rows = 128 if head_dim <= 128 else 64
-    positions = 64 if head_dim <= 64 else 32
-    if element_bytes == 1 and head_dim > 128:
+    positions = 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16
+    if element_bytes == 1 and head_dim > 64:
         positions = 16  # numbers of 8 bits are widened in registers, on sm_80 by integer arithmetic
     return max(rows, next_power_of_2(group)), positions, 8
 

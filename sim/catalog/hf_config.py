@@ -207,6 +207,8 @@ def _windowed_layers(config: _Reader, layers: int, traits: Traits) -> list[bool]
     if every:
         return [(layer + 1) % every != 0 for layer in range(layers)]
     first = config.optional("max_window_layers")
+    if first is None:
+        first = traits.full_layers
     if first is not None and "use_sliding_window" in config.values:
         return [layer >= first for layer in range(layers)]
     return [True] * layers

@@ -24,6 +24,8 @@ class Traits:
     """Default of `use_sliding_window` where the file leaves it out."""
     tied: bool = False
     """Default of `tie_word_embeddings` where the file leaves it out."""
+    full_layers: int | None = None
+    """Default of `max_window_layers`, the number of leading layers that read everything, where the file leaves it out."""
     window_every: int = 0
     """Without `layer_types`: every n-th layer reads everything, the others a window; 0 means all layers have the window."""
 
@@ -36,9 +38,9 @@ ARCHITECTURES = {
     "mixtral": LLAMA,
     "granite": LLAMA,
     "phi3": LLAMA,
-    "qwen2": Traits(qkv_bias=True, windowed=False),
+    "qwen2": Traits(qkv_bias=True, windowed=False, full_layers=28),
     "qwen2_moe": Traits(qkv_bias=True, shared_gate=True, windowed=False),
-    "qwen3": Traits(qk_norm=True, windowed=False),
+    "qwen3": Traits(qk_norm=True, windowed=False, full_layers=28),
     "qwen3_moe": Traits(qk_norm=True, windowed=False),
     "gpt_oss": Traits(qkv_bias=True, out_bias=True, sinks=True, expert_bias=True, router_bias=True, window_every=2),
     "deepseek_v2": LLAMA,

@@ -236,6 +236,16 @@ _SHAPES = (
     ),
     # Made for this project's own tests: small enough for a CPU, shaped like Llama.
     _llama("tiny-llama-test", 2, 4, 2, 64, 128, 256, 4096, head_dim=16, dtype="float32"),
+    # Likewise, shaped like a Qwen3 with `layer_types`: three window layers, in two groups, beside a group of two full ones.
+    ModelShape(
+        name="tiny-hybrid-test", architecture="qwen3", num_layers=5, hidden_size=64, intermediate_size=128, vocab_size=256,
+        max_position_embeddings=4096, dtype="float32", qk_norm=True,
+        attention=(
+            AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, window=40),
+            AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16),
+        ),
+        attention_of_layer=(0, 1, 0, 1, 0),
+    ),
 )  # fmt: skip
 
 MODELS = {shape.name: shape for shape in _SHAPES}

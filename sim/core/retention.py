@@ -73,7 +73,9 @@ def courses(
     stops = sorted({min(-(-token // block_size), num_blocks) for token in edges} | {num_blocks})
     made: list[list[Course]] = []
     course: Course = ((None, 0),)
-    for start, stop in reversed(list(pairwise(stops))):  # the same ranges cover the first tokens of blocks [start, stop)
+    for start, stop in reversed(
+        list(pairwise(stops))
+    ):  # the same ranges cover the first tokens of blocks [start, stop)
         token = start * block_size
         wanted = next((own[i] for i, each in enumerate(ranges) if each.covers(token, input_tokens)), plain)
         course = higher(course, wanted)

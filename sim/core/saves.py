@@ -8,7 +8,7 @@ cursor walks the free queue (engine-policies §1.1.8).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from .blocks import BlockPool
@@ -67,6 +67,11 @@ class Saves:
     def put_off(self, completed: Iterable[tuple[int, int]]) -> None:
         """Blocks that were taken to be saved are not saved in this plan; they come first in the next."""
         self._completed.extendleft(reversed(list(completed)))
+
+    def undone(self, block_ids: Collection[int]) -> None:
+        """The step that was to fill these blocks computed nothing: they may have the same content again before it is written."""
+        if block_ids and self._completed:
+            self._completed = deque(noted for noted in self._completed if noted[0] not in block_ids)
 
     def used(self, block_ids: Iterable[int]) -> None:
         """These were found on the device and are held again: they are worth saving again."""

@@ -378,6 +378,8 @@ class Scheduler:
             unwritten = self._tables.between(request.table, computed_blocks, request.num_registered)
             self.pool.forget(unwritten)
             void.update(unwritten)
+        if self.offload is not None:
+            self.offload.saves.undone(void)
         for share in draft.shares.values():
             request, tokens = share.request, share.context_tokens
             # It may have been to read what another request of the same step was to write.

@@ -16,12 +16,14 @@ from sim.core.config import ConfigError
 from .compose_attention import layer_attention, skew, times
 from .layer_matrices import layers_s
 from .piecewise import Line, locate
-from .profile_file import ProfileFile, grid, samples
+from .profile_file import ProfileFile, grid, host_samples, samples, spreads
 from .terms import StepTerms
 from .work import elementwise_bytes_per_token
 
 _US = 1e-6
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MEDIAN_OF_NORMAL = 0.67449
+"""Median absolute value of a standard normal number: a median error over it is a standard deviation."""
 LOGIT_BYTES = 10
 """Bytes the sampler moves for one logit, as in the roofline."""
 
@@ -89,6 +91,8 @@ def composed_terms(
         gap_s=profile.gap_s(layers, tp),
         **profile.host_s(),
         samples=samples(profile, f"gemm_{dtype}"),
+        spreads=spreads(profile) | composition_spread(profile, notes),
+        host_samples=host_samples(profile),
         padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
         max_tokens=int(limits["max_tokens"]),
         max_seqs=int(limits["max_seqs"]),
@@ -96,6 +100,26 @@ def composed_terms(
         copy_block_s=copy_block_s,
         swap_block_s=swap_block_s,
     )
+
+
+def composition_spread(profile: ProfileFile, notes: list[str]) -> dict[str, float]:
+    """How far a model that is put together may be off as a whole: as far as the worst axis, or shape, that the fit was judged on without
+    having seen it. Nothing, and a note, where none was held out; nothing where a run of the model corrected the profile.
+    """
+    if "corrected_on" in profile.data["provenance"]:
+        return {}
+    error = profile.data["error"]
+    medians = [
+        float(value["median"])
+        for key, value in error.items()
+        if key.startswith(("held_out_axis", "held_out_gemm_shape")) and isinstance(value, dict) and value.get("median")
+    ]
+    if not medians:
+        notes.append(
+            f"profile {profile.name} held no axis out: what composing another model's shape adds is not in any interval"
+        )
+        return {}
+    return {"composition": max(medians) / MEDIAN_OF_NORMAL}
 
 
 def _padded_where_cheaper(times: list[float]) -> tuple[float, ...]:

@@ -15,8 +15,10 @@ from sim.core.config import ConfigError
 
 from .compose import composed_terms
 from .efficiency import RooflineEfficiency
+from .piecewise import Grid
 from .profile import FittedProfile
 from .profile_file import ProfileFile, model_terms, read_profile
+from .terms import StepTerms
 
 FOLDER = Path(__file__).resolve().parents[2] / "calibration" / "profiles"
 """Where the profiles that come with kvtwin are."""
@@ -82,13 +84,7 @@ def fitted_cost(
             ) from error
         notes.append(f"{model.name} is composed from the kernel terms of {profile.gpu}, not measured as a whole")
     if enforce_eager:
-        launch_s = profile.eager_s(model.num_layers, tensor_parallel_size)
-        terms = replace(terms, step_s=terms.step_s + launch_s, padded_sizes=())
-        notes.append(
-            f"no CUDA graphs: the host takes {launch_s * 1e3:.1f} ms to launch a step"
-            if launch_s
-            else "no CUDA graphs: what the host takes to launch a step is not in this profile, and is left out"
-        )
+        terms = _eager(profile, terms, model.num_layers, tensor_parallel_size, notes)
     if profile.gpu != device.name:
         notes.append(
             f"profile {profile.name} was measured on {profile.gpu}, not on {device.name}: {_how_far(profile.gpu, device)}"
@@ -96,10 +92,43 @@ def fitted_cost(
     return FittedProfile(terms, name=f"{profile.kind}:{profile.name}", notes=(profile.origin, *notes))
 
 
+def _eager(profile: ProfileFile, terms: StepTerms, layers: int, ranks: int, notes: list[str]) -> StepTerms:
+    """The terms without CUDA graphs: no step is padded, and launching takes what it was found to take; appends to `notes` what that is."""
+    terms = replace(terms, padded_sizes=())
+    longer_s = float(profile.data["host"].get("eager_decode_us", 0.0)) * 1e-6
+    if longer_s:
+        notes.append(f"no CUDA graphs: a decode step takes {longer_s * 1e3:.2f} ms longer, as timed both ways")
+        rows = tuple(tuple(value + longer_s for value in row) for row in terms.decode.z)
+        return replace(terms, decode=Grid(terms.decode.x, terms.decode.y, rows), drawn=())
+    launch_s = profile.eager_s(layers, ranks)
+    notes.append(
+        f"no CUDA graphs: the host takes {launch_s * 1e3:.1f} ms to launch a step"
+        if launch_s
+        else "no CUDA graphs: what the host takes to launch a step is not in this profile, and is left out"
+    )
+    return replace(terms, step_s=terms.step_s + launch_s)
+
+
 def chosen_profile(chosen: str, model: ModelShape, device: Gpu, tensor_parallel_size: int) -> ProfileFile:
     """The file that `fitted_cost` would take. Raises: ConfigError, OSError."""
     quantized = None if model.quantization in (None, "none") else model.quantization
     return _chosen(chosen, model, device, tensor_parallel_size, quantized, [])
+
+
+def memory_profile(chosen: str, model: ModelShape, device: Gpu, tensor_parallel_size: int) -> ProfileFile | None:
+    """The file whose memory lines an account may use: the one that is named, or with `auto` the one of this very model and device.
+
+    None where there is none. Raises: ConfigError as `read_profile`; OSError.
+    """
+    if chosen == AUTO:
+        names = [name for name in profile_names() if name.startswith(f"{device.name}.")]
+        for profile in (read_profile(FOLDER / f"{name}.json") for name in names):
+            if profile.tensor_parallel_size == tensor_parallel_size and _is(profile, model):
+                return profile
+        return None
+    if chosen in profile_names():
+        return read_profile(FOLDER / f"{chosen}.json")
+    return read_profile(Path(chosen)) if Path(chosen).is_file() else None
 
 
 def _chosen(

@@ -13,6 +13,7 @@ SCHEMA_VERSION = 1
 KINDS = ("model", "gpu")
 PROVENANCE_KEYS = ("source", "licence", "engine", "date", "command")
 """What a profile must say of its origin."""
+WORDS: dict[type, str] = {dict: "a table of lists of factors, by term", list: "a list of tables"}
 _BODY = {"model": "terms", "gpu": "kernels"}
 
 
@@ -58,6 +59,12 @@ def check_profile(data: Any, where: str) -> None:
     ranks = data.get("tensor_parallel_size", 1)
     if not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(f"{where}: tensor_parallel_size is {ranks!r}; it is a whole number of GPUs, 1 or more")
+    for key, kind in (("samples", dict), ("drawn_terms", list)):
+        if not isinstance(data.get(key, kind()), kind):
+            raise ConfigError(
+                f"{where}: {key} is {str(data[key])[:40]!r}; `kvtwin calibrate fit` writes it as {WORDS[kind]}"
+            )
+    _check_numbers(data.get("drawn_terms", []), where, "drawn_terms")
     for key in ("range", "host", _BODY[data["kind"]]):
         _check_numbers(data[key], where, key)
 

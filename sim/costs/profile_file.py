@@ -8,6 +8,7 @@ microseconds (`us`), as their sources have them, and become seconds when read.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,11 @@ from .terms import StepTerms
 
 COLLECTIVES_PER_LAYER = 2
 _US = 1e-6
+GAP_FACTOR = 2.0
+"""By which a gap between kernels may be off either way, 95 %, where a profile states no such factor: it is one published figure, of one
+card. Stated, not fitted."""
+NORMAL_95 = 1.959964
+"""Standard deviations to either end of a normal distribution's central 95 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,7 @@ class ProfileFile:
             f"{known}; {error['end_to_end']}"
         )
 
-    def host_s(self) -> dict[str, float]:
+    def host_s(self) -> dict[str, Any]:
         """Time a step, a sequence and a token beyond the kernels, by the names of `StepTerms`."""
         host = self.data["host"]
         return {f"{one}_s": float(host.get(f"{one}_us", 0.0)) * _US for one in ("step", "seq", "token")}
@@ -102,23 +108,19 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
     terms, limits = profile.data["terms"], profile.data["range"]
     try:
         return StepTerms(
-            dense=line(terms["dense"], "tokens"),
-            rows=line(terms["rows"], "rows"),
+            **tables_of(terms),
             all_reduce=line(terms["all_reduce"], "tokens") if terms.get("all_reduce") else None,
-            prefill=grid(terms["prefill"], "chunk", "context"),
-            decode=grid(terms["decode"], "seqs", "context"),
-            mixed=grid(terms["mixed"], "seqs", "context"),
             overlap=line(terms["overlap"], "tiles", "exponent"),
             mixed_ratio=ratio(terms.get("mixed_ratio")),
             wave_tiles=float(terms.get("wave_tiles", 0.0)),
-            mixed_tile_s=float(terms["mixed_tile_us"]) * _US,
-            chunk_launch_s=float(terms["chunk_launch_us"]) * _US,
             decode_skew=line(terms["decode_skew"], "seqs", "share"),
             mixed_skew=line(terms["mixed_skew"], "seqs", "share"),
-            excess_token_s=_measured_s(terms, "excess_token_us", 0.0),
             gap_s=profile.gap_s(num_layers, profile.tensor_parallel_size),
             **profile.host_s(),
             samples=samples(profile),
+            drawn=_drawn(profile.data),
+            spreads=spreads(profile),
+            host_samples=host_samples(profile),
             padded_sizes=tuple(int(size) for size in profile.data.get("padded_sizes", ())),
             max_tokens=int(limits["max_tokens"]),
             max_seqs=int(limits["max_seqs"]),
@@ -128,6 +130,28 @@ def model_terms(profile: ProfileFile, num_layers: int, *, copy_block_s: float, s
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{profile.where}: a term is missing or malformed: {type(error).__name__} {error}") from error
+
+
+def tables_of(terms: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables and times of a document's terms, by their names in `StepTerms`, in seconds."""
+    return {
+        "dense": line(terms["dense"], "tokens"),
+        "rows": line(terms["rows"], "rows"),
+        "prefill": grid(terms["prefill"], "chunk", "context"),
+        "decode": grid(terms["decode"], "seqs", "context"),
+        "mixed": grid(terms["mixed"], "seqs", "context"),
+        "mixed_tile_s": float(terms["mixed_tile_us"]) * _US,
+        "chunk_launch_s": float(terms["chunk_launch_us"]) * _US,
+        "excess_token_s": _measured_s(terms, "excess_token_us", 0.0),
+    }
+
+
+def _drawn(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The draws of all tables, each of which can be read."""
+    found = tuple(data.get("drawn_terms", ()))
+    for draw in found:
+        tables_of(draw)
+    return found
 
 
 def _measured_s(terms: Mapping[str, Any], name: str, otherwise_s: float) -> float:
@@ -147,6 +171,35 @@ def samples(profile: ProfileFile, gemm: str = "dense") -> dict[str, tuple[float,
         "mixed": found.get("mixed", found.get("decode", whole)),
     }
     return {name: drawn for name, drawn in named.items() if drawn}
+
+
+def spreads(profile: ProfileFile) -> dict[str, float]:
+    """What is uncertain of whole steps and of stated constants, as `StepTerms.spreads`; without what is not.
+
+    Raises: ConfigError for a spread that is none.
+    """
+    found = {"step": profile.data["error"].get("misfit", 0.0)}
+    if float(profile.data["host"].get("kernel_gap_us", 0.0)) > 0:
+        found["gap"] = math.log(float(profile.data["host"].get("kernel_gap_factor", GAP_FACTOR))) / NORMAL_95
+    for name, value in found.items():
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ConfigError(
+                f"{profile.where}: the spread of its {name} is {value!r}; it is a finite number, at least 0"
+            )
+    return {name: float(value) for name, value in found.items() if value}
+
+
+def host_samples(profile: ProfileFile) -> tuple[tuple[float, float, float], ...]:
+    """Draws of the host times that were fitted to a run, in seconds."""
+    host, names = profile.data["host"], ("step", "seq", "token")
+    drawn = {name: host.get("samples", {}).get(f"{name}_us") for name in names}
+    if not any(drawn.values()):
+        return ()
+    count = max(len(column) for column in drawn.values() if column)
+    columns = [drawn[name] or [host.get(f"{name}_us", 0.0)] * count for name in names]
+    return tuple(
+        (float(step) * _US, float(seq) * _US, float(token) * _US) for step, seq, token in zip(*columns, strict=True)
+    )
 
 
 def line(table: Mapping[str, Any], x: str, y: str = "us") -> Line:

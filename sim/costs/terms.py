@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from .piecewise import Field, Grid, Line
 
@@ -79,6 +80,14 @@ class StepTerms:
     samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """How far a term may be off as a whole: draws of the factor that makes it right, by `dense`, `rows`, `prefill`, `decode` and `mixed`.
     A term that is missing is taken to be right."""
+    drawn: tuple[Mapping[str, Any], ...] = ()
+    """Draws of all tables together, as a file has them (`profile_file.tables_of` reads one), where whole steps were timed. They say more
+    than `samples` then: where one term is too dear because another is too cheap, both are."""
+    spreads: Mapping[str, float] = field(default_factory=dict)
+    """Standard deviations of logarithms of factors, by what is not known: `step`, what the fit leaves of a whole step; `composition`, of
+    another model's shape; `gap`, of the stated gaps between kernels."""
+    host_samples: tuple[tuple[float, float, float], ...] = ()
+    """Draws of `step_s`, `seq_s` and `token_s` together, where they were fitted to a run."""
     padded_sizes: tuple[int, ...] = ()
     """Token counts for which CUDA graphs exist: a smaller step is padded up to the next one. Empty: never padded."""
     max_tokens: int

@@ -118,7 +118,6 @@ def account_rank(model: ModelShape, gpu: Gpu, settings: Settings, pipeline_rank:
         per_token += draft.kv_bytes_per_token(
             settings.kv_cache_dtype, settings.draft_tensor_parallel_size, dtype=settings.dtype
         )
-    available = budget - used if settings.kv_cache_memory_bytes is None else settings.kv_cache_memory_bytes
     return RankAccount(
         pipeline_rank=pipeline_rank,
         budget_bytes=budget,
@@ -138,9 +137,15 @@ def account_rank(model: ModelShape, gpu: Gpu, settings: Settings, pipeline_rank:
         used_bytes=used,
         kv_bytes_per_token=per_token,
         layout=layout,
-        num_blocks=available // layout.block_bytes,
+        num_blocks=num_blocks(settings, budget - used, layout),
         warnings=tuple(warnings),
     )
+
+
+def num_blocks(settings: Settings, left_bytes: int, layout: KvLayout) -> int:
+    """Blocks of a pool that gets what the budget leaves, or what was ordered for it; negative when the budget is overdrawn."""
+    ordered = settings.kv_cache_memory_bytes
+    return (left_bytes if ordered is None else ordered) // layout.block_bytes
 
 
 def free_at_start_bytes(gpu: Gpu, settings: Settings) -> int:

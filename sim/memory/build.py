@@ -18,6 +18,8 @@ from .defaults import default_utilization, step_defaults
 from .fit import Fit, poorest, stage_accounts
 from .ledger import Ledger, Stage
 from .lines import ledger_lines
+from .measured import MeasuredMemory
+from .measured_account import measured_warnings, say_where_from, with_measured
 from .ops import total
 from .releases import DEFAULT_ENGINE_VERSION, engine_release, newer_than_known
 from .settings import Settings
@@ -51,12 +53,14 @@ def build_ledger(
     plain_attention: bool = False,
     other_processes_bytes: int = 0,
     watermark: float | None = None,
+    measured: MeasuredMemory | None = None,
 ) -> Ledger:
     """The ledger of one engine, from its configuration alone. Settings have vLLM's names and meanings.
 
     `quantization="auto"` is how the model is published, None stores plain numbers. `max_model_len=None` is the model's own
     length, or what fits when that does not (vLLM refuses to start in that case unless it is -1; a warning says so). None elsewhere
-    is the default of the release on that GPU. `num_speculative_tokens` without a `speculative_model` drafts from the prompt.
+    is the default of the release on that GPU. `num_speculative_tokens` without a `speculative_model` drafts from the prompt. Lines
+    that were `measured` take the place of counted ones where they are of this model, device and format; a warning says so, or why not.
 
     Raises:
         ConfigError: the settings contradict each other, the model does not fit, or a request of `max_model_len` does
@@ -111,12 +115,21 @@ def build_ledger(
         watermark=release.watermark if watermark is None else watermark,
     )
     accounts = stage_accounts(shape, device, settings)
+    unlike = None if measured is None else measured.mismatch(shape, device, settings)
+    if measured is not None and unlike is not None:
+        warnings.append(
+            f"the memory lines of profile {measured.profile} are left out of the account: they were measured with {unlike}"
+        )
+        measured = None
+    if measured is not None:
+        accounts = tuple(with_measured(account, measured, settings) for account in accounts)
+        warnings += measured_warnings(measured, settings)
     fit = Fit(model=shape, gpu=device, settings=settings, account=poorest(accounts))
     fit.check_free_memory()
     blocks = fit.blocks(num_gpu_blocks_override, length, warnings)
     length = fit.length(blocks, max_model_len, num_gpu_blocks_override is not None, warnings)
     warnings += cautions(fit)
-    return _ledger(fit, accounts, engine_version, blocks, length, tuple(warnings))
+    return _ledger(fit, accounts, engine_version, blocks, length, tuple(warnings), measured)
 
 
 def _ledger(
@@ -126,6 +139,7 @@ def _ledger(
     blocks: int,
     length: int,
     warnings: tuple[str, ...],
+    measured: MeasuredMemory | None,
 ) -> Ledger:
     """The finished account; every figure that follows from the blocks."""
     shape, device, settings, account = fit.model, fit.gpu, fit.settings, fit.account
@@ -136,6 +150,7 @@ def _ledger(
         smallest = min(group.block_size for group in layout.groups)
         by_groups = blocks // len(layout.groups) * smallest
         tokens = int(concurrency * length) if release.tokens_by_concurrency else by_groups
+    lines = ledger_lines(device, settings, account, blocks)
     return Ledger(
         model=shape.name,
         gpu=device.name,
@@ -147,7 +162,7 @@ def _ledger(
         total_bytes=device.total_bytes,
         budget_bytes=account.budget_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        lines=ledger_lines(device, settings, account, blocks),
+        lines=lines if measured is None else say_where_from(lines, measured, settings),
         phases=account.phases,
         stages=tuple(map(_stage, accounts)),
         layout=layout,
@@ -164,6 +179,7 @@ def _ledger(
         settings=settings,
         in_flight_tokens=in_flight,
         warnings=warnings,
+        measured=measured,
     )
 
 

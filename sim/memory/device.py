@@ -16,6 +16,7 @@ from sim.core.plan import BatchShape, Durations
 
 from .faults import Faults
 from .ledger import Ledger
+from .measured_steps import MeasuredStepMemory
 from .step_memory import StepMemory
 
 _NON_TORCH = frozenset({"context", "non_torch", "communication"})
@@ -57,7 +58,12 @@ class Device:
         self.ledger = ledger
         self.faults = faults
         last = ledger.pipeline_rank == ledger.pipeline_parallel_size - 1
-        self.steps = StepMemory(model, gpu, ledger.settings, samples=last)
+        measured = ledger.measured
+        self.steps: StepMemory = (
+            StepMemory(model, gpu, ledger.settings, samples=last)
+            if measured is None
+            else MeasuredStepMemory(model, gpu, ledger.settings, measured)
+        )
         """What steps need."""
         self.total_bytes = ledger.total_bytes
         """Physical memory."""

@@ -17,6 +17,7 @@ from .ops import Op, Peak
 
 if TYPE_CHECKING:
     from .kv_groups import KvLayout
+    from .measured import MeasuredMemory
     from .settings import Settings
 
 
@@ -36,6 +37,12 @@ class LedgerLine:
     """True for what `gpu_memory_utilization` budgets, False for what lies outside it."""
     ops: tuple[Op, ...] = ()
     """What the line adds up, where it has parts: their allocated bytes sum to `bytes`."""
+    origin: str = ""
+    """Where a measured line comes from; empty for one that the account counts."""
+    low_bytes: int | None = None
+    """Lower end of the 95 % interval of a measured line; None where it is not known."""
+    high_bytes: int | None = None
+    """Upper end of it."""
 
     @property
     def gib(self) -> float:
@@ -117,6 +124,8 @@ class Ledger:
     """Tokens that may be scheduled and not yet done: what sliding windows keep beyond their window."""
     warnings: tuple[str, ...] = ()
     """What a reader must know before trusting a figure."""
+    measured: MeasuredMemory | None = None
+    """Measured lines that took the place of counted ones; None when all are counted."""
 
     def request_blocks(self, tokens: int) -> int:
         """Most blocks that one sequence of `tokens` tokens holds at once."""

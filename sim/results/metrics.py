@@ -84,20 +84,43 @@ def inter_token_gaps(recorder: Recorder) -> tuple[NDArray[np.float64], NDArray[n
     """
     import numpy as np
 
-    segments = recorder.gap_segments
-    counts = np.array([segment.steps for segment in segments], dtype=np.int64)
-    first = np.array([segment.first_fs for segment in segments], dtype=np.int64)
-    growth = np.array([segment.growth_fs for segment in segments], dtype=np.int64)
-    starts = np.cumsum(counts) - counts
-    steps = int(counts.sum())
-    within = np.arange(steps, dtype=np.int64) - np.repeat(starts, counts)
-    durations = np.repeat(first, counts) + np.repeat(growth, counts) * within
-    finished = [request for request in recorder.ended_requests if request.outcome is Outcome.FINISHED]
+    durations = _step_gaps_fs(recorder)
+    finished = _finished(recorder)
     spans = np.array([span for request in finished for span in request.decode_spans], dtype=np.int64).reshape(-1, 2)
-    change = np.zeros(steps + 1, dtype=np.int64)
+    change = np.zeros(len(durations) + 1, dtype=np.int64)
     np.add.at(change, spans[:, 0], 1)
     np.add.at(change, spans[:, 1], -1)
     others = np.array([gap for request in finished for gap in request.other_gaps_fs], dtype=np.float64)
     values = np.concatenate([durations.astype(np.float64), others]) / FS_PER_S
     weights = np.concatenate([np.cumsum(change)[:-1], np.ones(len(others), dtype=np.int64)])
     return values, weights
+
+
+def request_gaps(recorder: Recorder) -> dict[str, NDArray[np.float64]]:
+    """The same request by request: all gaps of each finished one, in seconds; those within the decode set come first."""
+    import numpy as np
+
+    durations = _step_gaps_fs(recorder)
+    found = {}
+    for request in _finished(recorder):
+        parts = [durations[begin:end] for begin, end in request.decode_spans]
+        others = np.asarray(request.other_gaps_fs, dtype=np.int64)
+        found[request.request_id] = np.concatenate([*parts, others]).astype(np.float64) / FS_PER_S
+    return found
+
+
+def _finished(recorder: Recorder) -> list[Request]:
+    return [request for request in recorder.ended_requests if request.outcome is Outcome.FINISHED]
+
+
+def _step_gaps_fs(recorder: Recorder) -> NDArray[np.int64]:
+    """For each step of the decode set the time since its step before, in femtoseconds."""
+    import numpy as np
+
+    segments = recorder.gap_segments
+    counts = np.array([segment.steps for segment in segments], dtype=np.int64)
+    first = np.array([segment.first_fs for segment in segments], dtype=np.int64)
+    growth = np.array([segment.growth_fs for segment in segments], dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(starts, counts)
+    return np.asarray(np.repeat(first, counts) + np.repeat(growth, counts) * within)

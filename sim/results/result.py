@@ -68,6 +68,9 @@ composition; a gap between two rows of a replica is idle time. Blocks are counte
 (`used_blocks_end`: at its end); `waiting` is the longest the queue was in the interval; tokens are those computed in the whole
 interval, all steps together."""
 
+ITL_COLUMNS: dict[str, str] = {"request_id": "text", "itl_s": "text"}
+"""Columns of itl.csv: a finished request, and every gap between two of its tokens, separated by spaces."""
+
 MARK_COLUMNS: dict[str, str] = {"time_s": "float", "kind": "text", "request_id": "text", "replica": "int"}
 """Columns of marks.csv: one row for each event worth seeing on the time axis."""
 
@@ -130,6 +133,8 @@ class Result:
     """One list a column of memory.csv, one entry a moment; none when the device was not known."""
     bill_columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """One list a column of bill.csv, one entry a request."""
+    itl_columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """One list a column of itl.csv, one entry a finished request; none of a simulation, which makes its gaps again at any time."""
     oom_log: str = ""
     """What an engine would have logged of the steps that ran out of memory; empty when none did."""
     oom_snapshot: Mapping[str, Any] | None = None
@@ -148,6 +153,7 @@ class Result:
             ("mark_columns", MARK_COLUMNS),
             ("memory_columns", MEMORY_COLUMNS),
             ("bill_columns", BILL_COLUMNS),
+            ("itl_columns", ITL_COLUMNS),
         ):
             object.__setattr__(self, name, _in_order(name, getattr(self, name), contract))
 
@@ -188,8 +194,8 @@ class Result:
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write summary.json, requests.csv, timeline.csv, marks.csv and report.html into `directory`, each atomically.
 
-        Where they are known, memory.csv and bill.csv too; provenance.json for a run on a device; oom.log and oom_snapshot.pickle
-        when a step ran out of memory.
+        Where they are known, memory.csv and bill.csv too; provenance.json and itl.csv for a run on a device; oom.log and
+        oom_snapshot.pickle when a step ran out of memory.
         The report comes last, so that a missing plotly costs only the report. Returns the folder.
         Raises ModuleNotFoundError when plotly is not installed, OSError when a file cannot be written.
         """
@@ -198,7 +204,8 @@ class Result:
         write_csv(folder / "requests.csv", self.request_columns)
         write_csv(folder / "timeline.csv", self.timeline_columns)
         write_csv(folder / "marks.csv", self.mark_columns)
-        for name, columns in (("memory.csv", self.memory_columns), ("bill.csv", self.bill_columns)):
+        tables = (("memory.csv", self.memory_columns), ("bill.csv", self.bill_columns), ("itl.csv", self.itl_columns))
+        for name, columns in tables:
             if columns["replica" if name == "memory.csv" else "request_id"]:
                 write_csv(folder / name, columns)
         if self.provenance.get("profile") == "measured":

@@ -148,6 +148,15 @@ def _memory(record: RunRecord) -> dict[str, Any]:
     }
 
 
+def itl_columns(record: RunRecord) -> dict[str, list[Any]]:
+    """The columns of `itl.csv`: each finished request of all replicas, and its gaps."""
+    gaps: dict[str, Any] = {}
+    for recorder in record.recorders:
+        gaps |= metrics.request_gaps(recorder)
+    names = [request.request_id for request in record.requests if request.request_id in gaps]
+    return {"request_id": names, "itl_s": [" ".join(map(repr, gaps[name].tolist())) for name in names]}
+
+
 def request_columns(record: RunRecord) -> dict[str, list[Any]]:
     """The columns of `requests.csv`, one value a request in the order of the workload."""
     requests = record.requests
