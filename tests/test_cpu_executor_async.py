@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from sim.core.clock import FS_PER_S
+from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.cpu_server import CpuExecutor
 from sim.core.ladder import Rung
 from sim.core.request import Outcome, State
@@ -100,3 +101,11 @@ def test_whom_a_rung_keeps_on_the_cpu_comes_back_to_a_device_that_has_nothing_el
     assert step.plan.shape.after_pause
     engine.run()
     assert (low.outcome, low.num_output_tokens) == (Outcome.FINISHED, 10)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"sliding_window": 8}, {"kv_groups": (AttentionGroup(block_size=16), AttentionGroup(block_size=16))}]
+)
+def test_it_is_refused_where_blocks_do_not_tell_where_tokens_stand(settings):
+    with pytest.raises(ConfigError, match="one kind of layer with full attention"):
+        CpuExecutor(token_s=1.0).check(EngineConfig(num_gpu_blocks=100, num_cpu_blocks=10, **settings))

@@ -42,7 +42,8 @@ class CpuExecutor:
             raise ConfigError("the CPU executor needs room for the KV of its requests: set num_cpu_blocks")
         if config.sliding_window is not None or config.kv_groups:
             raise ConfigError(
-                "the CPU executor is for full attention: this model's blocks leave windows while it decodes"
+                "the CPU executor is for one kind of layer with full attention: where blocks leave windows, or stand in several tables, "
+                "those that a request takes along do not tell where its tokens are; leave cpu_token_s out"
             )
 
 
