@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from sim.core.plan import BatchShape
-from sim.memory.measured import LIMIT_TERMS, SCHEMA_VERSION, STEP_TERMS, limit_features, step_features
+from sim.memory.measured import LIMIT_TERMS, STEP_TERMS, limit_features, step_features
+from sim.memory.measured_file import SCHEMA_VERSION
 
 from .errors import CalibrationError
 from .max_affine import fit_max_affine, predict_max_affine

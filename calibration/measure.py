@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.catalog.dtypes import DTYPE_BYTES, kv_cache_dtype_name
+from sim.catalog.dtypes import DTYPE_BYTES, dtype_name, kv_cache_dtype_name
 from sim.catalog.models import MODELS, model_shape
 from sim.catalog.shape import ModelShape
 from sim.core.need import blocks_for
@@ -229,12 +229,13 @@ def _model(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
 
 
 def _dtype(settings: MeasureSettings, shape: ModelShape) -> str:
-    return shape.dtype if settings.dtype == "auto" else settings.dtype
+    """By its canonical name: a run that says bf16 is one of bfloat16."""
+    return dtype_name(shape.dtype if settings.dtype == "auto" else settings.dtype)
 
 
 def _settings(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
     dtype = _dtype(settings, shape)
-    cache = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    cache = dtype if settings.kv_cache_dtype == "auto" else kv_cache_dtype_name(settings.kv_cache_dtype)
     return {
         "dtype": dtype,
         "kv_cache_dtype": cache,

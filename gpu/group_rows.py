@@ -42,7 +42,7 @@ class GroupBuffers:
 
     def put(self, index: int, row: int, slots: Sequence[int], table: Sequence[int], width: int, length: int) -> None:
         """Fill in sequence `index` of `length` tokens, whose new ones begin at `row`. `width` is the number of columns of all tables."""
-        held = [block for block in table if block != NO_BLOCK]
+        held = table if NO_BLOCK not in table else [block for block in table if block != NO_BLOCK]
         self._slots.cells[row : row + len(slots)] = slots
         self._tables.cells[index * width : index * width + len(held)] = held
         self._seq_lens.cells[index] = length

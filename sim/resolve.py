@@ -163,7 +163,7 @@ def _measured_memory(
 ) -> MeasuredMemory | None:
     """The memory lines of the scenario's profile, where it has any; None, and why, where another engine was asked for by name."""
     from sim.costs.fitted import AUTO, memory_profile, profile_names
-    from sim.memory.measured import read_measured
+    from sim.memory.measured_file import read_measured
 
     chosen, known = tables["gpu"]["profile"], (ROOFLINE, AUTO, *profile_names())
     if chosen == ROOFLINE:

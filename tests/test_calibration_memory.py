@@ -19,7 +19,8 @@ from sim.core.config import ConfigError
 from sim.core.plan import BatchShape
 from sim.costs.fitted import FOLDER
 from sim.memory import build_ledger
-from sim.memory.measured import MeasuredLine, MeasuredMemory, read_measured, step_features, widest_step
+from sim.memory.measured import MeasuredLine, MeasuredMemory, step_features, widest_step
+from sim.memory.measured_file import read_measured
 from sim.resolve import resolve
 from sim.scenario import Scenario
 
@@ -294,3 +295,14 @@ def test_explain_says_it_in_words_and_another_engine_is_not_mixed_up(
     assert "vLLM 0.19" in said.splitlines()[0]
     assert main(["ledger", *flags(profile), "--max-num-seqs", "64", "--max-num-batched-tokens", "160"]) == 0
     assert "max_num_seqs 64 (measured up to 32)" in capsys.readouterr().out
+
+
+def test_formats_are_kept_by_their_canonical_names(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="measuring needs torch")
+    from calibration.measure import measure
+
+    settings = MeasureSettings(
+        model=MODEL, dtype="float", kv_cache_dtype="fp32", max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64
+    )
+    run = measure(settings, 2.0, tmp_path / "run", command="test")
+    assert (run.document["settings"]["dtype"], run.document["settings"]["kv_cache_dtype"]) == ("float32", "float32")

@@ -235,6 +235,10 @@ def test_host_time_is_found_in_the_first_requests_of_a_run_and_judged_on_the_oth
     assert host["step_us"] == pytest.approx(2000, rel=0.03)  # medians move in steps
     assert host["token_us"] == pytest.approx(0, abs=0.5)
     assert "first 30 requests" in host["origin"]
+    drawn = np.asarray(host["samples"]["step_us"])
+    assert drawn.shape == (40,)
+    assert np.median(drawn) == pytest.approx(host["step_us"], rel=0.05)
+    assert drawn.std() > 0.0, "which requests come first is chance"
     errors = profile["error"]
     assert abs(errors["corrected"]["tpot"]) < 0.01 < 0.1 < abs(errors["kernels_only"]["tpot"])
     again = fitted_cost(str(tmp_path / "p.json"), model_shape("llama-3.1-8b"), gpu("h100"))

@@ -7,6 +7,7 @@ The core never sleeps, reads a clock or draws a random number; the same calls gi
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -183,7 +184,8 @@ class EngineCore(EngineFacts):
         taken = None if room is None or self._offload is None else self._offload.saves.blocks_until_next()
         if self._offload is not None and taken is None:
             room = None
-        step, shape = scheduler.steps_done, shape_of(draft, scheduler, self._decisions)
+        decisions = self._decisions
+        step, shape = scheduler.steps_done, shape_of(draft, scheduler, decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
@@ -191,22 +193,22 @@ class EngineCore(EngineFacts):
             repeat=1 if room is None else steps_alike(draft, scheduler, room, taken, max_repeat),
             start_fs=now_fs,
             shape=replace(shape, after_pause=True) if after_pause else shape,
-            copies=tuple(self._decisions.copied),
-            swap_outs=_frozen(self._decisions.swapped_out),
-            swap_ins=_frozen(self._decisions.swapped_in),
+            copies=tuple(decisions.copied),
+            swap_outs=_frozen(decisions.swapped_out),
+            swap_ins=_frozen(decisions.swapped_in),
             slid=_frozen(self._slid),
             saves=saves,
             loads=loads,
-            to_cpu=tuple(self._decisions.to_cpu),
-            releases=_frozen(self._decisions.released),
-            forks=tuple(self._decisions.forked),
-            admitted=tuple(self._decisions.admitted),
-            preempted=tuple(self._decisions.preempted),
+            to_cpu=tuple(decisions.to_cpu),
+            releases=_frozen(decisions.released),
+            forks=tuple(decisions.forked),
+            admitted=tuple(decisions.admitted),
+            preempted=tuple(decisions.preempted),
             scheduled=lambda ahead: self._scheduled(step, ahead),
         )
         self._plan, self._draft, self._slid = plan, draft, []
         if self._sink is not None:
-            self._log(step, now_fs, draft.decode_blocks, self._decisions)
+            self._log(step, now_fs, draft.decode_blocks, decisions)
         self._departures.decisions = Decisions()
         for request in lag.planned(now_fs) if lag is not None else ():
             self._departures.learn(request, now_fs)
@@ -258,7 +260,7 @@ class EngineCore(EngineFacts):
             departures.finish(finished[order], finished[order].request_id in result.stopped, now_fs)
         if result.oom is not None:
             self._catch_up(now_fs)  # what was planned ahead of a step that failed is void
-        if plan.shape.num_tokens:
+        if plan.shape.computes:
             self._pressure.note_workspace(result.workspace_share)
         if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
             departures.fail(*hopeless, now_fs)
@@ -398,30 +400,26 @@ class EngineCore(EngineFacts):
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
         """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
         assert self._draft is not None
-        scheduler, growth, pool = self._scheduler, self._scheduler.growth, self.pool
+        scheduler, steps, before_fs = self._scheduler, result.steps, result.durations.before_fs
         slots_per_block = scheduler.decode.slots_per_block
-        usage, emptied = [(0, pool.num_owned)], [0]
+        usage, emptied = [(0, self.pool.num_owned)], [0]
         table_slots = [scheduler.holdings.table_blocks * slots_per_block]
-        before_fs = result.durations.before_fs
-        changing = growth.changing_until(result.steps)
         took: dict[int, list[int]] = {}
-        at = 0
-        for ahead in changing if self._sink is None else range(1, result.steps):
-            took, at, slid = {}, ahead, []
-            if self._sink is None or ahead in changing:
-                elapsed_fs = before_fs(ahead)
-                if pool.ages:
-                    pool.tick(plan.start_fs + elapsed_fs)
-                if growth.slides:
-                    slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
-                    self._slid += slid
-                took = growth.grow(ahead, plan.start_fs + elapsed_fs)
-                usage.append((ahead, pool.num_owned))
-                table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
-                emptied.append(emptied[-1] + sum([len(blocks) for _, blocks in slid]) * slots_per_block)
+        at, logged = 0, 1
+        for at, slid, took, owned in scheduler.growth.through(steps, plan.start_fs, before_fs):
+            usage.append((at, owned))
+            table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
+            emptied.append(emptied[-1])
+            if slid:
+                self._slid += slid
+                emptied[-1] += sum([len(blocks) for _, blocks in slid]) * slots_per_block
             if self._sink is not None:
-                self._log(plan.step + ahead, plan.start_fs + before_fs(ahead), took, Decisions(released=slid))
-        if 0 < result.steps_computed < result.steps:  # the last step ran out of memory: what it took is taken back
+                self._log_between(plan, logged, at, before_fs)
+                self._log(plan.step + at, plan.start_fs + before_fs(at), took, Decisions(released=slid))
+                logged = at + 1
+        if self._sink is not None:
+            self._log_between(plan, logged, steps, before_fs)
+        if 0 < result.steps_computed < steps:  # the last step ran out of memory: what it took is taken back
             self._draft.decode_blocks = took if at == result.steps_computed else {}
         return tuple(usage), tuple(table_slots), tuple(emptied)
 
@@ -489,6 +487,11 @@ class EngineCore(EngineFacts):
             if fork.started:
                 decisions.admitted.append(child.request_id)
             decisions.forked.append((child.request_id, fork.source.request_id, fork.shared))
+
+    def _log_between(self, plan: StepPlan, first: int, stop: int, before_fs: Callable[[int], int]) -> None:
+        """Log the steps [first, stop) of a stretch, in which no table changes."""
+        for ahead in range(first, stop):
+            self._log(plan.step + ahead, plan.start_fs + before_fs(ahead), {}, Decisions())
 
     def _log(self, step: int, start_fs: int, grown: dict[int, list[int]], decisions: Decisions) -> None:
         assert self._sink is not None

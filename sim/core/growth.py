@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from math import lcm
 
@@ -18,6 +18,9 @@ from .tables import BlockTable
 
 Tables = tuple[tuple[int, ...], ...]
 """The block tables of one request, one a group."""
+
+Change = tuple[int, list[tuple[str, list[int]]], dict[int, list[int]], int]
+"""`(step, slid, taken, owned)`: what `slide` and `grow` return for a step, and the blocks that are owned then."""
 
 
 class Growth:
@@ -33,6 +36,27 @@ class Growth:
     def changing_until(self, stop: int) -> list[int]:
         """The steps from now, in [1, stop), in which tables may change."""
         return self.decode.steps_at(0, stop)
+
+    def through(self, stop: int, start_fs: int, before_fs: Callable[[int], int]) -> Iterator[Change]:
+        """Change the tables as steps 1, 2, … from now, before `stop`, change them; step i begins `before_fs(i)` after `start_fs`. Of use
+        to the end only: blocks are taken at once where neither time nor what slides comes between.
+        """
+        pool, steps = self.holdings.pool, self.changing_until(stop)
+        if pool.ages or self.slides:
+            for step in steps:
+                elapsed_fs = before_fs(step)
+                pool.tick(start_fs + elapsed_fs)
+                slid = self.slide(step, elapsed_fs, start_fs + elapsed_fs)
+                yield step, slid, self.grow(step, start_fs + elapsed_fs), pool.num_owned
+            return
+        owned = pool.num_owned
+        blocks = pool.allocate(sum([self.decode.num_needing_block(step) for step in steps]))
+        assert blocks is not None  # checked by whoever planned these steps
+        stock = iter(blocks)
+        for step in steps:
+            taken = self._give(self.decode.needing_block(step), stock, start_fs + before_fs(step))
+            owned += len(taken)
+            yield step, [], taken, owned
 
     def num_needed(self) -> int:
         """Blocks that the members take in the next step."""
@@ -63,9 +87,13 @@ class Growth:
         needing = self.decode.needing_block(ahead)
         blocks = self.holdings.pool.allocate(len(needing))
         assert blocks is not None  # checked by whoever planned this step
-        self.holdings.table_blocks += len(blocks)
+        return self._give(needing, blocks, now_fs)
+
+    def _give(self, needing: list[Request], blocks: Iterable[int], now_fs: int) -> dict[int, list[int]]:
+        """A block of `blocks` to each."""
+        self.holdings.table_blocks += len(needing)
         grown: dict[int, list[int]] = {}
-        for request, block_id in zip(needing, blocks, strict=True):
+        for request, block_id in zip(needing, blocks):  # noqa: B905 - what is left is for later steps
             request.table.blocks.append(block_id)
             request.hold(1, now_fs)
             grown[request.order] = [block_id]
