@@ -28,6 +28,7 @@ THRESHOLDS = {
     "kv_usage": [0.3, 0.6, 0.9],
     "shortage": [0.001, 0.1],
     "queue_s": [0.01, 0.1, 0.5],
+    "longest_queue_s": [0.01, 0.1, 0.5],
     "preemptions": [1, 3],
     "oom": [1],
     "workspace": [0.1],

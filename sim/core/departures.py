@@ -97,8 +97,7 @@ class Departures:
         """The client of a request leaves, and no step is under way that computes it."""
         scheduler = self._scheduler
         if request.state is State.WAITING:
-            if request.spec.forking is None or not scheduler.families.drop(request):
-                scheduler.waiting.discard(request)
+            self._leave_queue(request)
         elif request.state is State.SWAPPED:
             scheduler.drop_swapped(request)
         elif request.state is State.ON_CPU:
@@ -110,6 +109,11 @@ class Departures:
         else:
             self.retire(request, now_fs)
         self._end_left(request, now_fs)
+
+    def _leave_queue(self, request: Request) -> None:
+        """A waiting request goes, from the queue or from its family."""
+        if request.spec.forking is None or not self._scheduler.families.drop(request):
+            self._scheduler.waiting.discard(request)
 
     def leave_unseen(self, request: Request, now_fs: int) -> None:
         """The client of a request leaves; the next plan does not know of it."""
@@ -187,7 +191,7 @@ class Departures:
             scheduler.departed()
             self._give_back(request, now_fs)
         elif request.state is State.WAITING:
-            scheduler.waiting.discard(request)
+            self._leave_queue(request)
         elif request.state is State.SWAPPED:
             scheduler.drop_swapped(request)
         elif request.state is State.LOADING:

@@ -18,6 +18,7 @@ from .config import EngineConfig
 from .departures import Departures
 from .draft import Draft
 from .facts import Arrived, Committed, EngineFacts, ProgressError
+from .families import Fork
 from .groups import tables_of
 from .lag import Lag
 from .loads import Load
@@ -79,13 +80,10 @@ class EngineCore(EngineFacts):
     def add(self, spec: RequestSpec, now_fs: int) -> Arrived:
         """A request arrives: it is queued, or rejected with a reason.
 
-        Raises ValueError for a request id that is in the system already, and for beams or forked samples in an engine that plans
-        ahead: what forks is known only when a step is over.
+        Raises ValueError for a request id that is in the system already.
         """
         if spec.request_id in self._requests:
             raise ValueError(f"request id {spec.request_id!r} is already in the system; ids must be unique")
-        if spec.forking is not None and self._lag is not None:
-            raise ValueError(f"{spec.request_id!r} forks, which an engine with async_scheduling cannot plan for")
         request = Request(
             spec,
             self._next_seq,
@@ -103,12 +101,10 @@ class EngineCore(EngineFacts):
             self._departures.displace(self._requests[victim_id], rejection, now_fs)
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
-        if spec.forking is not None and self._scheduler.families.join(request):
-            return Arrived(request, may_change_plan=False, may_start=False)
         if self._lag is not None and self._lag.busy:
             became_head = self._lag.arrived(request)
         else:
-            became_head = self._scheduler.waiting.add(request)
+            became_head = self._scheduler.enter(request)
         may_start = became_head and self._scheduler.num_slots_taken < self.config.max_num_seqs
         changes = may_start or said is not None or (became_head and self._pressure.watches_queue)
         return Arrived(request, changes, may_start)
@@ -122,10 +118,13 @@ class EngineCore(EngineFacts):
         The blocks of a request in a step under way return when the step is committed; its output of that step is dropped.
         """
         request = self._requests.get(request_id)
-        if request is None and self._scheduler.families:
-            left = [self.abort(each, now_fs, outcome, reason) for each in self._scheduler.families.ids(request_id)]
+        if request is None:
+            names = self._scheduler.families.ids(request_id)
+            if self._lag is not None:
+                names += [each.request_id for each in self._lag.arrivals if each.spec.sample_of == request_id]
+            left = [self.abort(each, now_fs, outcome, reason) for each in names]
             return any(left)
-        if request is None or request.abort_fs is not None:
+        if request.abort_fs is not None:
             return False
         request.outcome, request.reason = outcome, reason
         planned_ahead = self._lag is not None and self._lag.busy
@@ -254,7 +253,9 @@ class EngineCore(EngineFacts):
         self._leaving = []
         self._advance_shares(draft, now_fs)
         if scheduler.families:
-            self._fork(result, now_fs)
+            scheduler.looks_back_fs = 0 if lag is None else lag.looks_back_fs(now_fs)
+            self._write_down(scheduler.families.after_step(result.forked, result.stopped, now_fs))
+            scheduler.looks_back_fs = 0
         finished = self._reached_end(result)
         for order in sorted(finished):
             departures.finish(finished[order], finished[order].request_id in result.stopped, now_fs)
@@ -369,6 +370,7 @@ class EngineCore(EngineFacts):
         """Nothing can be planned ahead, or what was is void: all that has happened is known."""
         self._departures.catch_up(now_fs)
         if self._lag is not None:
+            self._write_down(self._scheduler.families.learn_outcomes(now_fs))
             self._hear_copies(now_fs, now_fs)
 
     def _assert_progress(self) -> None:
@@ -471,16 +473,16 @@ class EngineCore(EngineFacts):
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
-            if request.num_tokens < request.target_tokens and (
-                scheduler.growth.slides or not scheduler.holdings.windows
-            ):
+            if request.spec.forking is not None and scheduler.families.got_token(request):
+                continue  # it goes on when it is known which of its family do
+            if request.num_tokens < request.target_tokens:
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 
-    def _fork(self, result: StepResult, now_fs: int) -> None:
-        """Let sequences go on as copies of others, and write it down."""
+    def _write_down(self, forks: list[Fork]) -> None:
+        """Log that sequences go on as copies of others."""
         decisions = self._decisions
-        for fork in self._scheduler.families.after_step(result.forked, result.stopped, now_fs):
+        for fork in forks:
             child = fork.child
             if fork.released is not None:
                 decisions.released.append((child.request_id, fork.released))

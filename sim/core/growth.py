@@ -1,6 +1,6 @@
 """How the tables of the decode set change while it decodes: what each step takes and gives back, and how many steps that lasts.
 
-`Growth` is for one table a request, which only grows. `GroupGrowth` is for several, some of which slide.
+`Growth` is for one table a request, which only grows. `GroupGrowth` is for one that slides, and for several.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from copy import deepcopy
 from math import lcm
 
 from .decode import DecodeSet
-from .groups import GroupTable, GroupTables
 from .holdings import Holdings
 from .need import skipped_blocks
 from .request import Request
-from .tables import BlockTable
+from .tables import BlockTable, BlockTables
 
 Tables = tuple[tuple[int, ...], ...]
 """The block tables of one request, one a group."""
@@ -66,15 +65,21 @@ class Growth:
         """By how much the number of owned blocks grows in steps 1 to `ahead` from now."""
         return sum(self.decode.num_needing_block(step) for step in range(1, ahead + 1))
 
-    def steps_that_fit(self, free_blocks: int, limit: int, *, never_emptier: bool, before_taking: bool = False) -> int:
-        """How many of the steps 1, 2, … from now, at most `limit`, can be given blocks from `free_blocks`, and, if `never_emptier`,
-        leave the pool no emptier than it is now; with `before_taking`, not even between what slides and what is taken.
-        """
-        return self.decode.steps_that_fit(free_blocks, 1, limit)
+    def most_taken(self, steps: int) -> int:
+        """Blocks that are taken in so many steps, at most."""
+        return len(self.decode) * -(-steps // self.decode.block_size)
 
     def steps_taking(self, blocks: int, limit: int) -> int:
         """How many of the steps 1, 2, … from now, at most `limit`, take no more than so many blocks in all."""
         return self.decode.steps_that_fit(blocks, 1, limit)
+
+    def steps_that_fit(
+        self, free_blocks: int, limit: int, *, emptier_by: int | None = None, before_taking: bool = False
+    ) -> int:
+        """How many of the steps 1, 2, … from now, at most `limit`, can be given blocks from `free_blocks`, and leave the pool emptier than
+        it is now by at most `emptier_by` blocks, if that is given; with `before_taking`, also between what slides and what is taken.
+        """
+        return self.decode.steps_that_fit(free_blocks, 1, limit)
 
     def slide(self, ahead: int, elapsed_fs: int, now_fs: int) -> list[tuple[str, list[int]]]:
         """Take back what slides out of the members' windows in the step `ahead` steps from now, `elapsed_fs` after the start of the plan
@@ -115,7 +120,7 @@ class GroupGrowth(Growth):
 
     slides = True
 
-    def __init__(self, decode: DecodeSet, holdings: Holdings, tables: GroupTables) -> None:
+    def __init__(self, decode: DecodeSet, holdings: Holdings, tables: BlockTables) -> None:
         super().__init__(decode, holdings)
         self._tables = tables
         self._sizes = [group.block_size for group in tables.groups]
@@ -145,55 +150,38 @@ class GroupGrowth(Growth):
         ref_cnt = self.holdings.pool.ref_cnt
         return taken - private - sum(times == ref_cnt(block_id) for block_id, times in given.items())
 
-    def steps_that_fit(self, free_blocks: int, limit: int, *, never_emptier: bool, before_taking: bool = False) -> int:
+    def most_taken(self, steps: int) -> int:
+        """Blocks that are taken in so many steps, at most."""
+        return len(self.decode) * sum(-(-steps // size) for size in self._sizes)
+
+    def steps_taking(self, blocks: int, limit: int) -> int:
+        """How many of the steps 1, 2, … from now, at most `limit`, take no more than so many blocks in all."""
+        if self.most_taken(limit) <= blocks:
+            return limit
+        taken, _, _ = self._flows(limit, lcm(*self._sizes))
+        return _steps_within(blocks, taken, limit)
+
+    def steps_that_fit(
+        self, free_blocks: int, limit: int, *, emptier_by: int | None = None, before_taking: bool = False
+    ) -> int:
         """At least a prefix of the steps that fit; a stretch may be shorter than it could be, never longer.
 
         In `slots_per_block` steps, a turn, each member takes the same number of blocks. A window gives one back for each that its
         group takes once it is full, if nobody shares it: only those are counted on.
         """
-        decode = self.decode
-        if not never_emptier and len(decode) * sum(-(-limit // size) for size in self._sizes) <= free_blocks:
+        if emptier_by is None and self.most_taken(limit) <= free_blocks:
             return limit
         turn = lcm(*self._sizes)
         taken, sure, possible = self._flows(limit, turn)
-        if never_emptier:
-            balance = 0
+        if emptier_by is not None:
+            balance = emptier_by
             for step in range(min(turn, limit)):  # later turns take no less and give no more than the first
                 lowest = balance - possible[step]
                 balance = lowest + taken[step]
                 if (lowest if before_taking else balance) < 0:
                     limit = step
                     break
-        deepest = used = 0
-        for step in range(turn):
-            used += taken[step] - sure[step]
-            deepest = max(deepest, used)
-        turns = limit // turn
-        if used:
-            turns = min(turns, max((free_blocks - deepest) // used + 1, 0))
-        elif deepest > free_blocks:
-            turns = 0
-        free_blocks -= turns * used
-        steps = turns * turn
-        while steps < limit:
-            free_blocks -= taken[steps % turn] - sure[steps % turn]
-            if free_blocks < 0:
-                break
-            steps += 1
-        return steps
-
-    def steps_taking(self, blocks: int, limit: int) -> int:
-        """In a turn each member takes the same number of blocks."""
-        turn = lcm(*self._sizes)
-        in_a_turn = len(self.decode) * sum(turn // size for size in self._sizes)
-        turns = min(blocks // in_a_turn, limit // turn) if in_a_turn else limit // turn
-        steps, blocks = turns * turn, blocks - turns * in_a_turn
-        while steps < limit:
-            blocks -= sum(len(groups) for _, groups in self._needing(steps + 1))
-            if blocks < 0:
-                break
-            steps += 1
-        return steps
+        return _steps_within(free_blocks, [more - less for more, less in zip(taken, sure, strict=True)], limit)
 
     def _flows(self, limit: int, turn: int) -> tuple[list[int], list[int], list[int]]:
         """For steps 1 to `turn` from now: blocks taken, surely given back, and given back at most, if it goes on for `limit` steps."""
@@ -235,10 +223,9 @@ class GroupGrowth(Growth):
         copies: dict[int, BlockTable] = {}
         if ahead:
             for request in self.decode:
-                own = [group.new(request.request_id) for group in self._tables.groups]
-                for copy, table in zip(own, request.table.groups, strict=True):
+                own = copies[request.order] = self._tables.new(request.request_id)
+                for copy, table in zip(own.groups, request.table.groups, strict=True):
                     copy.blocks = table.blocks.copy()
-                copies[request.order] = GroupTable(request.request_id, own)
             tables = self._tables.on(deepcopy(self.holdings.pool))
             for step in range(1, ahead + 1):
                 for _ in self._slide(step, tables, lambda request: copies[request.order]):
@@ -248,7 +235,7 @@ class GroupGrowth(Growth):
         return lambda request: tuple(tuple(table.blocks) for table in copies.get(request.order, request.table).groups)
 
     def _slide(
-        self, ahead: int, tables: GroupTables, table_of: Callable[[Request], BlockTable]
+        self, ahead: int, tables: BlockTables, table_of: Callable[[Request], BlockTable]
     ) -> Iterator[tuple[Request, list[int]]]:
         decode = self.decode
         due = {} if ahead else {request.order: request for request in decode.fresh}
@@ -260,7 +247,7 @@ class GroupGrowth(Growth):
                 yield request, slid
 
     def _grow(
-        self, ahead: int, tables: GroupTables, table_of: Callable[[Request], BlockTable]
+        self, ahead: int, tables: BlockTables, table_of: Callable[[Request], BlockTable]
     ) -> Iterator[tuple[Request, list[int]]]:
         needing = self._needing(ahead)
         blocks = tables.pool.allocate(sum(len(groups) for _, groups in needing))
@@ -283,6 +270,27 @@ class GroupGrowth(Growth):
             computed = decode.computed(request) + ahead
             found.append((request, [index for index in every if not computed % sizes[index]]))
         return found
+
+
+def _steps_within(blocks: int, net: list[int], limit: int) -> int:
+    """How many steps, at most `limit`, can be had from so many blocks, if every turn of `len(net)` steps takes those in its steps."""
+    deepest = used = 0
+    for taken in net:
+        used += taken
+        deepest = max(deepest, used)
+    turns = limit // len(net)
+    if used:
+        turns = min(turns, max((blocks - deepest) // used + 1, 0))
+    elif deepest > blocks:
+        turns = 0
+    blocks -= turns * used
+    steps = turns * len(net)
+    while steps < limit:
+        blocks -= net[steps % len(net)]
+        if blocks < 0:
+            break
+        steps += 1
+    return steps
 
 
 def _live_before(table: BlockTable, stop: int) -> list[int]:
