@@ -83,11 +83,9 @@ class PrefixTier:
 
         Raises ValueError if the content is here already.
         """
-        by_key, free = self._by_key, self._free
+        by_key, free, forgotten, before = self._by_key, self._free, 0, len(self._by_key)
         taken: list[TierBlock] = []
         for key in keys:
-            if key in by_key:
-                raise ValueError(f"prefix block {key} is in the CPU tier already")
             if free:
                 block = TierBlock(free.pop(), key)
             elif self._num_used < self.num_blocks:
@@ -101,8 +99,11 @@ class PrefixTier:
                     break
                 del by_key[block.key]  # nobody uses it: it holds something else from now on
                 block.key, block.written = key, False
+                forgotten += 1
             by_key[key] = block
             taken.append(block)
+        if len(by_key) != before - forgotten + len(taken):
+            raise ValueError(f"of {[block.key for block in taken]} some were in the CPU tier already, or twice")
         self.num_busy += len(taken)
         return taken
 
