@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from calibration.kernels.fit_model import fit_model_profile, skew_table
 from calibration.readers import aiconfigurator, llmservingsim
 from sim.costs.fitted import FOLDER
 
+from .bad_input import exit_status
 from .profile_sources import CARDS, END_TO_END, GPU_TABLES, KERNELS, NOT_JUDGED, RUNS
+from .terminal import say
 
 COMMAND = "python -m experiments.build_profiles DATA"
 
@@ -42,16 +46,23 @@ def build_all(data: Path, out: Path, date: str) -> dict[str, Path]:
     return paths
 
 
-def main() -> None:
-    """Build and say what was built."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build and say what was built. The exit status is 2 on bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m experiments.build_profiles")
     parser.add_argument("data", type=Path, help="folder of the public data (shared/data)")
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat())
-    chosen = parser.parse_args()
-    for name, path in build_all(chosen.data, chosen.out, chosen.date).items():
-        print(f"{name:<44} {path.stat().st_size / 1000:7.1f} kB")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder that the profiles go to")
+    parser.add_argument(
+        "--date", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="date of the fit; today"
+    )
+    chosen = parser.parse_args(argv)
+
+    def work() -> int:
+        for name, path in build_all(chosen.data, chosen.out, chosen.date).items():
+            say(f"{name:<44} {path.stat().st_size / 1000:7.1f} kB")
+        return 0
+
+    return exit_status(parser.prog, work)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

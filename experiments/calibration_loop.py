@@ -27,14 +27,13 @@ from calibration.document import write
 from calibration.errors import CalibrationError
 from calibration.judging.judge import Judgement, Margins
 from calibration.judging.page import page
-from calibration.measuring.measure import DEFAULT_MODEL, MeasureSettings, make_rig, measure
+from calibration.measuring.measure import DEFAULT_MODEL, LEAST_BUDGET_S, MeasureSettings, make_rig, measure
 from calibration.measuring.step_log import StepRun
 from calibration.timed_steps.fit_page import fit_page
 from calibration.timed_steps.fit_run import fit_run_profile
-from sim.core.config import ConfigError
 from sim.results.files import write_json, write_text
-from sim.scenario import ScenarioError
 
+from .bad_input import exit_status
 from .calibrate_measure import seconds
 from .loop_runs import held_out_scenario, judge_folder, replay, run_for_real
 from .outputs import make_room
@@ -192,23 +191,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = MeasureSettings(model=model, device=chosen.device, clock=chosen.clock)
     command = f"python -m experiments.calibration_loop --device {chosen.device} --budget {chosen.budget}"
     command += "" if chosen.clock == "wall" else f" --clock {chosen.clock}"
-    try:
+
+    def work() -> int:
         if chosen.rounds < 1:
             raise CalibrationError(f"--rounds is {chosen.rounds}; at least one real run is needed")
         if not 0 < chosen.bar < 1:
             raise CalibrationError(f"--bar is {chosen.bar:g}; it is a share between 0 and 1, such as {BAR}")
+        budget_s, least_s = seconds(chosen.budget), LEAST_BUDGET_S * (chosen.rounds + 1)
+        if budget_s < least_s:
+            raise CalibrationError(
+                f"--budget is {chosen.budget}; measuring takes turns with {chosen.rounds} real runs, for which at least {least_s:g}s are "
+                "needed"
+            )
         make_room(chosen.out)
-        result = run_loop(
-            settings, seconds(chosen.budget), chosen.out, rounds=chosen.rounds, bar=chosen.bar, command=command
-        )  # fmt: skip
-    except (CalibrationError, ConfigError, ScenarioError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{parser.prog}: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    _print(result, chosen.out)
-    return 0 if result.ok else 1
+        result = run_loop(settings, budget_s, chosen.out, rounds=chosen.rounds, bar=chosen.bar, command=command)
+        _print(result, chosen.out)
+        return 0 if result.ok else 1
+
+    return exit_status(parser.prog, work)
 
 
 def _print(result: LoopResult, out: Path) -> None:

@@ -18,6 +18,7 @@ from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.facts import ProgressError
 from sim.scenario import Scenario
 
+from .bad_input import input_errors, of_file
 from .calibrate import calibrate_app
 from .options import Json, Out, Workers, takes_scenario
 from .terminal import complain
@@ -334,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(command, f"the run is not sound: {error}")
         return 1
     except OSError as error:
-        complain(command, f"{error.filename2 or error.filename or 'file'}: {error.strerror or error}")
+        complain(command, of_file(error))
         return 2
     except Exception as error:
         message = _message(error)
@@ -360,7 +361,7 @@ def _message(error: Exception) -> str | None:
     """What to tell the user about `error`; None when it is not about the input, but a bug that needs its traceback."""
     if hasattr(error, "format_message"):  # every usage error of typer has it, whichever version raises it
         return _usage_message(error)
-    return str(error) if _does_not_start(error) or isinstance(error, _input_errors()) else None
+    return str(error) if _does_not_start(error) or isinstance(error, input_errors()) else None
 
 
 def _does_not_start(error: Exception) -> bool:
@@ -383,29 +384,6 @@ def _usage_message(error: Exception) -> str:
         ]
         return f"no such flag {name}; nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}"
     return str(error.format_message())  # type: ignore[attr-defined]
-
-
-def _input_errors() -> tuple[type[Exception], ...]:
-    """The errors that mean bad input. Imported here, because most commands need few of these packages."""
-    from calibration.errors import CalibrationError
-    from sim.core.config import ConfigError
-    from sim.memory.allocators.snapshot_pickle import SnapshotError
-    from sim.scenario import ScenarioError
-    from sim.slo import SloError
-    from sim.workload.errors import TraceError, WorkloadError
-
-    from .investigator import DiagnoseError
-
-    return (
-        ScenarioError,
-        SloError,
-        ConfigError,
-        WorkloadError,
-        TraceError,
-        SnapshotError,
-        DiagnoseError,
-        CalibrationError,
-    )
 
 
 if __name__ == "__main__":

@@ -231,9 +231,16 @@ def print_coverage(sets: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Count and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m experiments.interval_coverage",
+    )
     parser.add_argument("--sets", type=int, default=SETS, help="synthetic runs to fit")
-    print_coverage(parser.parse_args(argv).sets)
+    chosen = parser.parse_args(argv)
+    if chosen.sets < 1:
+        parser.error(f"--sets is {chosen.sets}; at least one run is needed to count anything")
+    print_coverage(chosen.sets)
     return 0
 
 

@@ -9,6 +9,7 @@ from calibration.errors import CalibrationError
 from calibration.judging.uncertainty import SHARE, check_draws, draws, interval, sources_of
 from sim.costs.protocol import CostModel
 from sim.resolve import resolve
+from sim.results.report_format import seconds
 from sim.scenario import Scenario
 from sim.simulation import cost_model, simulate
 
@@ -59,15 +60,17 @@ def prediction_intervals(scenario: Scenario, costs: Sequence[CostModel]) -> dict
 
 
 def interval_lines(intervals: dict[str, Any]) -> list[str]:
-    """The intervals of means and 99th percentiles in words."""
-    shown = [
-        f"{name} {statistic} [{low:.4g}, {high:.4g}]"
-        for name in TIMES
-        for statistic, (low, high) in intervals.get(name, {}).items()
-        if statistic in ("mean", "p99")
+    """The intervals of means and 99th percentiles in words: what they are made of, then a line for each time."""
+    made_of = ", ".join(WORDS[source] for source in intervals["sources"])
+    lines = [
+        f"{intervals['share']:.0%} intervals by {intervals['draws']} draws of what the profile does not know ({made_of}):"
     ]
-    return [
-        f"{intervals['share']:.0%} intervals by {intervals['draws']} draws of the profile's uncertainty "
-        f"({', '.join(WORDS[source] for source in intervals['sources'])}): {', '.join(shown)}; clocks under load and another engine "
-        "version are not in them"
-    ]
+    for name in TIMES:
+        shown = [
+            f"{statistic} {seconds(low)} to {seconds(high)}"
+            for statistic, (low, high) in intervals.get(name, {}).items()
+            if statistic in ("mean", "p99")
+        ]
+        if shown:
+            lines.append(f"  {name.removesuffix('_s').upper():<6} {', '.join(shown)}")
+    return [*lines, "  clocks under load and another engine version are not in them"]

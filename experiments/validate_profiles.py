@@ -8,7 +8,8 @@ profile and the roofline on the same footing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile
 from sim.costs.protocol import CostModel
 
+from .bad_input import exit_status
 from .case_costs import COMPOSED, KERNELS_ONLY, STATED_GAPS, costs_of
 from .profile_sources import HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_6000, RUNS, Case
 from .validate_cliff import print_cliff
@@ -153,16 +155,23 @@ LEVELS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the chosen levels."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the chosen levels. The exit status is 2 on bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m experiments.validate_profiles")
     parser.add_argument("data", type=Path, help="folder of the public data (shared/data)")
-    parser.add_argument("levels", nargs="*", help=f"of {', '.join(LEVELS)}; default: all")
+    parser.add_argument("levels", nargs="*", metavar="LEVEL", help=f"of {', '.join(LEVELS)}; default: all")
     chosen = parser.parse_args(argv)
-    levels: Iterable[str] = chosen.levels or LEVELS
-    for level in levels:
-        LEVELS[level](chosen.data)
+    unknown = [level for level in chosen.levels if level not in LEVELS]
+    if unknown:
+        parser.error(f"there is no level {unknown[0]!r}; there are {', '.join(LEVELS)}")
+
+    def work() -> int:
+        for level in chosen.levels or LEVELS:
+            LEVELS[level](chosen.data)
+        return 0
+
+    return exit_status(parser.prog, work)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,6 +13,7 @@ from calibration.measuring.design import design
 from calibration.measuring.making import MOST_MAKING, SLOWNESS, Making
 from calibration.measuring.measure import MeasureSettings, first_pass, measure
 from calibration.measuring.step_log import read_run, write_run
+from experiments import build_profiles, interval_coverage, validate_profiles
 from experiments.cli import main
 from experiments.interval_coverage import noisy_run
 from sim.catalog.models import model_shape
@@ -322,3 +323,42 @@ def test_a_first_pass_that_is_not_whole_is_said_with_what_it_needs(
     settings = MeasureSettings(model=MODEL, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64, clock="thread")
     done, whole = first_pass(read_run(out), settings)
     assert 0 < done < whole == len(design(settings.limits(model_shape(MODEL)), 0)) - 1
+
+
+# ── the scripts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        (validate_profiles.main, ["nowhere", "L2"], "nowhere/runs/llmservingsim"),
+        (validate_profiles.main, ["nowhere", "L1"], "nowhere/batch/splitwise/perf_model.csv: No such file"),
+        (build_profiles.main, ["nowhere", "--out", "profiles"], "meta.yaml: missing"),
+    ],
+)
+def test_a_script_without_its_data_says_which_file_it_lacks(
+    script: Callable[[list[str]], int],
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert script(arguments) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        (validate_profiles.main, ["data", "L9"], "there is no level 'L9'; there are L1, L2, L3, L4, L5, gaps, self"),
+        (interval_coverage.main, ["--sets", "0"], "--sets is 0; at least one run is needed"),
+    ],
+)
+def test_a_script_refuses_what_it_does_not_know(
+    script: Callable[[list[str]], int], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        script(arguments)
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err

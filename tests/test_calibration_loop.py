@@ -272,6 +272,7 @@ def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, capsys: p
         (["--budget", "never"], "--budget is 'never'"),
         (["--model", "nobody"], "nobody"),
         (["--bar", "0"], "--bar is 0; it is a share between 0 and 1"),
+        (["--budget", "5s", "--rounds", "2"], "takes turns with 2 real runs, for which at least 6s are needed"),
     ],
 )
 def test_bad_input_is_one_message(
