@@ -20,7 +20,7 @@ from calibration.readers import aiconfigurator, llmservingsim
 from sim.costs.fitted import FOLDER
 
 from .bad_input import exit_status
-from .profile_sources import CARDS, END_TO_END, GPU_TABLES, KERNELS, NOT_JUDGED, RUNS
+from .published.profile_sources import CARDS, END_TO_END, GPU_TABLES, KERNELS, NOT_JUDGED, RUNS
 from .terminal import say
 
 COMMAND = "python -m experiments.build_profiles DATA"

@@ -27,12 +27,12 @@ from sim.costs.profile_file import read_profile
 from sim.costs.protocol import CostModel
 
 from .bad_input import exit_status
-from .case_costs import COMPOSED, KERNELS_ONLY, STATED_GAPS, costs_of
-from .profile_sources import HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_6000, RUNS, Case
-from .validate_cliff import print_cliff
-from .validate_gaps import print_gaps
-from .validate_loop import print_self_test
-from .validate_silicon import print_silicon
+from .published.case_costs import COMPOSED, KERNELS_ONLY, STATED_GAPS, costs_of
+from .published.cliff import print_cliff
+from .published.gaps import print_gaps
+from .published.profile_sources import HOST_REQUESTS, PREFIXES, RTX_4090, RTX_PRO_6000, RUNS, Case
+from .published.silicon import print_silicon
+from .self_test import print_self_test
 
 DRAWS = 12
 """Draws of a profile's uncertainty that are simulated."""

@@ -21,7 +21,7 @@ from calibration.recorded.host import Correction, fit_correction
 from calibration.sources import fit_source
 from calibration.tables import checked
 from calibration.timed_steps.linear import LEAST_STEPS, TERMS, fit_steps
-from experiments.validate_loop import INJECTED, NOISE, coverage, designed_steps, logged_steps
+from experiments.self_test import INJECTED, NOISE, coverage, designed_steps, logged_steps
 from sim.catalog.gpus import GPUS
 from sim.catalog.models import model_shape
 from sim.core.config import ConfigError

@@ -14,8 +14,9 @@ from calibration.judging.trajectories import DIFFERENT, EQUIVALENT
 from calibration.recorded.runs import read_run
 from calibration.recorded.twin import SimulatedRun, preempted, simulate_requests
 from experiments.cli import main
-from experiments.exp0_sessions import with_sessions
-from experiments.profile_sources import (
+from experiments.published.cliff import A100_CALIBRATED_ON, queueing_pool, rates_of, two_rates_correction
+from experiments.published.exp0_sessions import with_sessions
+from experiments.published.profile_sources import (
     A100,
     GPU_TABLES,
     KERNELS,
@@ -26,8 +27,7 @@ from experiments.profile_sources import (
     RUNS,
     Case,
 )
-from experiments.validate_cliff import A100_CALIBRATED_ON, queueing_pool, rates_of, two_rates_correction
-from experiments.validate_silicon import errors
+from experiments.published.silicon import errors
 from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile_file import read_profile
 

@@ -21,8 +21,8 @@ from calibration.recorded.twin import simulate_requests
 from calibration.sources import fit_source, is_run
 from calibration.timed_steps.whole_steps import fit_whole_steps
 from experiments.cli import main
-from experiments.exp0_sessions import with_sessions
 from experiments.fit_report import page
+from experiments.published.exp0_sessions import with_sessions
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.core.plan import BatchShape

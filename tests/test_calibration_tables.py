@@ -13,8 +13,8 @@ from calibration.kernels.gemm_few import TOKENS_HERE, Timed, as_table, fit_few, 
 from calibration.numerics.field import TIES, at, best_tie, fit_field
 from calibration.readers.aiconfigurator import KernelTables
 from calibration.recorded.host import Correction, fit_correction
-from experiments.silicon_reasons import explained
-from experiments.validate_gaps import STATED_US, with_gap
+from experiments.published.gaps import STATED_US, with_gap
+from experiments.published.silicon_reasons import explained
 from sim.catalog.gpus import GPUS
 from sim.catalog.models import model_shape
 from sim.core.plan import BatchShape

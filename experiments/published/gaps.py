@@ -22,7 +22,7 @@ from sim.costs.fitted import fitted_cost
 from sim.costs.profile import FittedProfile
 
 from .profile_sources import PREFIXES, RTX_PRO_6000, RUNS
-from .validate_silicon import cost_of, steady_tpot_s
+from .silicon import cost_of, steady_tpot_s
 
 STATED_US = float(str(HOST_STATED["kernel_gap_us"]))
 TRIED_US = (0.0, 0.4, 0.8, 1.2, 1.6, 2.0, 2.4)
