@@ -116,11 +116,10 @@ def fit_command(
 ) -> int:
     """Fit a cost profile: non-negative terms, errors on held-out points, intervals, and what stayed unknown."""
     from calibration.document import write
+    from calibration.profile_page import page_of
     from calibration.recorded.fit_requests import FIRST, fit_requests
     from calibration.recorded.runs import read_run
     from calibration.sources import fit_source, is_run
-
-    from .fit_report import page_of
 
     make_room(None, out, html)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -13,6 +13,7 @@ from calibration.document import write
 from calibration.errors import CalibrationError
 from calibration.judging.uncertainty import drawn, draws, with_intervals
 from calibration.kernels.skew import SkewTable, skew_terms
+from calibration.profile_page import page
 from calibration.readers import distserve, splitwise
 from calibration.recorded.bench_json import read_bench
 from calibration.recorded.fit_requests import fit_requests
@@ -21,7 +22,6 @@ from calibration.recorded.twin import simulate_requests
 from calibration.sources import fit_source, is_run
 from calibration.timed_steps.whole_steps import fit_whole_steps
 from experiments.cli import main
-from experiments.fit_report import page
 from experiments.published.exp0_sessions import with_sessions
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
