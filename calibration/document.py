@@ -12,7 +12,7 @@ import numpy as np
 from sim.costs.profile_check import SCHEMA, SCHEMA_VERSION
 from sim.costs.profile_file import read_profile
 
-from .numerics.split import interval
+from .numerics.split import departures
 from .numerics.tent import Array, mixture, never_falling
 
 PADDED_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -50,7 +50,7 @@ def uncertainty(error: dict[str, Any]) -> dict[str, Any]:
     samples = {term: part.pop("samples") for term, part in parts.items()}
     return {
         "samples": samples,
-        "intervals": {term: interval(np.asarray(drawn)) for term, drawn in samples.items()},
+        "intervals": {term: departures(np.asarray(drawn)) for term, drawn in samples.items()},
         "residuals": {term: part.pop("residuals") for term, part in parts.items()},
     }
 

@@ -26,22 +26,38 @@ from .terminal import say
 COMMAND = "python -m experiments.build_profiles DATA"
 
 
-def build_all(data: Path, out: Path, date: str) -> dict[str, Path]:
-    """Write every profile into `out`; returns their paths by name. Raises: CalibrationError, ConfigError, OSError."""
+def fitted_cards(data: Path, date: str) -> list[dict[str, Any]]:
+    """Documents from LLMServingSim tables: of each model, and of each card's kernel terms.
+
+    Raises: CalibrationError, ConfigError, OSError.
+    """
     documents: list[dict[str, Any]] = []
     for folders in CARDS:
         sources = [llmservingsim.read_profile(data / RUNS / "profiles" / folder, ranks) for folder, ranks in folders]
         skew = next((table for table in map(skew_table, sources) if table is not None), None)
         documents += [fit_model_profile(one, date=date, command=COMMAND, sibling_skew=skew) for one in sources]
         documents.append(fit_card_profile(sources, date=date, command=COMMAND))
-    for name in GPU_TABLES:
-        source_tables = aiconfigurator.read_tables(data / KERNELS / name)
-        documents.append(fit_gpu_profile(source_tables, date=date, command=COMMAND))
+    return [_with_end_to_end(document) for document in documents]
+
+
+def fitted_gpus(data: Path, date: str) -> list[dict[str, Any]]:
+    """Documents from aiconfigurator tables. Raises: CalibrationError, ConfigError, OSError."""
+    tables = (aiconfigurator.read_tables(data / KERNELS / name) for name in GPU_TABLES)
+    return [_with_end_to_end(fit_gpu_profile(one, date=date, command=COMMAND)) for one in tables]
+
+
+def _with_end_to_end(document: dict[str, Any]) -> dict[str, Any]:
+    """What validation found, beside the errors of the fit."""
+    document["error"]["end_to_end"] = END_TO_END.get(document["name"], NOT_JUDGED)
+    return document
+
+
+def build_all(data: Path, out: Path, date: str) -> dict[str, Path]:
+    """Write every profile into `out`; returns their paths by name. Raises: CalibrationError, ConfigError, OSError."""
+    documents = [*fitted_cards(data, date), *fitted_gpus(data, date)]
     out.mkdir(parents=True, exist_ok=True)
-    paths = {}
+    paths = {document["name"]: out / f"{document['name']}.json" for document in documents}
     for document in documents:
-        document["error"]["end_to_end"] = END_TO_END.get(document["name"], NOT_JUDGED)
-        paths[document["name"]] = out / f"{document['name']}.json"
         write(document, paths[document["name"]])
     return paths
 

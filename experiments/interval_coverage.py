@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from calibration.document import write
-from calibration.judging.uncertainty import SHARE, draws, interval
+from calibration.judging.uncertainty import SHARE, draws, next_value
 from calibration.measuring.design import DesignPoint, Limits, design, pass_order
 from calibration.measuring.session import REFERENCE_EVERY
 from calibration.measuring.step_log import Step, StepRun
@@ -194,7 +194,7 @@ def coverage(sets: int, *, noise: float = NOISE, count: int = DRAWS, truth: Fitt
             cost = fitted_cost(str(path), model_shape(MODEL), HOST)
             drawn = [numbers(simulate_requests(what, requests, one)) for one in draws(cost, count)]
             for name, value in true.items():
-                low, high = interval([one[name] for one in drawn])
+                low, high = next_value([one[name] for one in drawn])
                 held[name].append(low <= value <= high)
             weights += _weights_held(profile)
     return Coverage(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.judging.uncertainty import SHARE, check_draws, draws, interval, sources_of
+from calibration.judging.uncertainty import SHARE, check_draws, draws, next_value, sources_of
 from sim.costs.protocol import CostModel
 from sim.resolve import resolve
 from sim.results.report_format import seconds
@@ -44,7 +44,7 @@ def prediction_intervals(scenario: Scenario, costs: Sequence[CostModel]) -> dict
     found = [simulate(scenario, cost=cost).summary for cost in costs]
     times = {
         name: {
-            statistic: list(interval([one[name][statistic] for one in found]))
+            statistic: list(next_value([one[name][statistic] for one in found]))
             for statistic in STATISTICS
             if all(one.get(name) and one[name].get(statistic) is not None for one in found)
         }
@@ -55,7 +55,7 @@ def prediction_intervals(scenario: Scenario, costs: Sequence[CostModel]) -> dict
         "share": SHARE,
         "sources": list(sources_of(cost_model(resolve(scenario)))),
         **{name: statistics for name, statistics in times.items() if statistics},
-        **{name: list(interval([one[name] for one in found])) for name in NUMBERS},
+        **{name: list(next_value([one[name] for one in found])) for name in NUMBERS},
     }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from calibration.judging.judge import judge
-from calibration.judging.uncertainty import draws, interval
+from calibration.judging.uncertainty import draws, next_value
 from calibration.numerics.tent import Array
 from calibration.readers.splitwise import noise_floor
 from calibration.recorded.host import corrected, fit_correction, text
@@ -125,9 +125,9 @@ def _print_intervals(case: Case, run: RecordedRun, cost: CostModel) -> None:
     shown = []
     for name, of in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("e2el", "e2el_s")):
         measured = float(np.nanmean(getattr(run, of)))
-        low, high = interval([float(np.nanmean(getattr(twin, of))) / measured for twin in twins])
+        low, high = next_value([float(np.nanmean(getattr(twin, of))) / measured for twin in twins])
         shown.append(f"{name} mean [{low - 1:+.1%}, {high - 1:+.1%}]")
-    low, high = interval([twin.makespan_s / run.makespan_s for twin in twins])
+    low, high = next_value([twin.makespan_s / run.makespan_s for twin in twins])
     print(
         f"    90 % intervals by {DRAWS} draws of the profile: {', '.join(shown)}, makespan [{low - 1:+.1%}, {high - 1:+.1%}]"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from calibration.errors import CalibrationError
 from calibration.judging.speed import at_speed
-from calibration.judging.uncertainty import LEAST_DRAWS, SHARE, drawn, draws, interval, sources_of
+from calibration.judging.uncertainty import LEAST_DRAWS, SHARE, drawn, draws, next_value, sources_of
 from calibration.recorded.host import Correction, fit_correction
 from calibration.timed_steps.fit_run import fit_run_profile
 from experiments.cli import main
@@ -31,9 +31,9 @@ LLAMA = "llama-3.1-8b"
 def test_an_interval_is_students() -> None:
     """Of five logarithms 0, 1, 2, 3, 4: mean 2, deviation sqrt(2.5), t of 4 degrees at 95 % is 2.1318."""
     half = 2.131847 * math.sqrt(2.5) * math.sqrt(1.2)
-    low, high = interval([math.exp(x) for x in range(5)])
+    low, high = next_value([math.exp(x) for x in range(5)])
     assert (math.log(low), math.log(high)) == pytest.approx((2 - half, 2 + half), rel=1e-5)
-    assert interval([-1.0, 0.0, 1.0, 2.0]) == pytest.approx(
+    assert next_value([-1.0, 0.0, 1.0, 2.0]) == pytest.approx(
         (0.5 - 2.353363 * math.sqrt(5 / 3 * 1.25), 0.5 + 2.353363 * math.sqrt(5 / 3 * 1.25)), rel=1e-5
     ), "values around 0 are taken as they are"
 
@@ -43,7 +43,7 @@ def test_the_next_value_lies_in_it_as_often_as_is_said(count: int) -> None:
     rng = np.random.default_rng(3)
     held = 0
     for values in np.exp(0.2 * rng.standard_normal((2000, count + 1))):
-        low, high = interval(values[:-1].tolist())
+        low, high = next_value(values[:-1].tolist())
         held += low <= values[-1] <= high
     assert held / 2000 == pytest.approx(SHARE, abs=0.02)  # three standard errors of 2,000 trials
 

@@ -17,7 +17,7 @@ from calibration.judging.judge import Judgement, Margins, judge
 from calibration.judging.page import page
 from calibration.judging.preemptions import judge_preemptions, poisson_ratio
 from calibration.judging.trajectories import CANNOT_TELL, DIFFERENT, EQUIVALENT, mean_ratio, ratio_verdict
-from calibration.numerics.resampling import Pooled, block_resamples, interval
+from calibration.numerics.resampling import Pooled, block_resamples, central_90
 from calibration.recorded.own_run import read_own_run
 from calibration.recorded.runs import RecordedRun
 from calibration.recorded.twin import SimulatedRun, simulate_requests
@@ -50,7 +50,7 @@ def test_blocks_hold_the_truth_where_neighbours_are_alike_and_single_draws_do_no
     for _ in range(300):
         series = np.convolve(rng.standard_normal(129), np.ones(5) / 5, mode="valid")
         for length in held:
-            low, high = interval(series[block_resamples(125, length=length)].mean(axis=1))
+            low, high = central_90(series[block_resamples(125, length=length)].mean(axis=1))
             held[length] += low <= 0 <= high
     assert held[1] / 300 < 0.62, "as if there were five times as many witnesses: 1.645 / sqrt(5) deviations hold 54 %"
     assert held[5] / 300 > 0.78

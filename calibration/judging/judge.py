@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from calibration.errors import CalibrationError
-from calibration.numerics.resampling import Indices, Pooled, block_resamples, interval
+from calibration.numerics.resampling import Indices, Pooled, block_resamples, central_90
 from calibration.numerics.tent import Array
 from calibration.recorded.runs import RecordedRun
 from calibration.recorded.twin import SimulatedRun
@@ -225,7 +225,7 @@ def _judged(
     name: str, measured: float, predicted: float, errors: Array, margin: float, *, absolute: bool = False
 ) -> Metric:
     """A metric whose error has been resampled."""
-    low, high = interval(errors)
+    low, high = central_90(errors)
     return Metric(
         name=name,
         measured=measured,

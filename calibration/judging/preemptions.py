@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.numerics.resampling import HIGH, LOW, block_resamples, interval
+from calibration.numerics.resampling import HIGH, LOW, block_resamples, central_90
 from calibration.recorded.runs import RecordedRun
 from calibration.recorded.twin import SimulatedRun
 
@@ -56,7 +56,7 @@ def judge_preemptions(run: RecordedRun, twin: SimulatedRun, margin: float) -> Pr
         chosen = block_resamples(len(run.preemptions))
         ours = twin.preemptions[chosen].sum(axis=1, dtype=np.float64)
         theirs = run.preemptions[chosen].sum(axis=1, dtype=np.float64)
-        low, high = interval(np.divide(ours, theirs, out=np.full(len(chosen), np.inf), where=theirs > 0))
+        low, high = central_90(np.divide(ours, theirs, out=np.full(len(chosen), np.inf), where=theirs > 0))
         how = "blocks of neighbouring requests, resampled"
     else:
         low, high = poisson_ratio(measured, predicted)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.numerics.resampling import block_resamples, interval
+from calibration.numerics.resampling import block_resamples, central_90
 from calibration.numerics.tent import Array
 from calibration.recorded.runs import RecordedRun
 from calibration.recorded.twin import SimulatedRun, preempted
@@ -87,7 +87,7 @@ def mean_ratio(measured: Array, simulated: Array) -> tuple[float, float]:
     chosen = block_resamples(measured.size, length=math.ceil(math.sqrt(measured.size)))
     theirs = measured[chosen].mean(axis=1)
     ours = simulated[chosen].mean(axis=1)
-    return interval(np.divide(ours, theirs, out=np.full(theirs.size, np.inf), where=theirs > 0))
+    return central_90(np.divide(ours, theirs, out=np.full(theirs.size, np.inf), where=theirs > 0))
 
 
 def ratio_verdict(low: float, high: float, margin: float) -> str:

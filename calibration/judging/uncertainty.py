@@ -88,7 +88,7 @@ def sources_of(cost: CostModel) -> tuple[str, ...]:
     return tuple(name for name in SOURCES if there.get(name))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def next_value(values: Sequence[float]) -> tuple[float, float]:
     """Where the next value lies with probability `SHARE`, by Student's t: of logarithms, where all values are positive.
 
     The quantiles of a dozen draws are too narrow: their outermost ones hold the next value in 85 % of cases, not in 90.
@@ -123,7 +123,7 @@ def with_intervals(
             values[metric.name].append(metric.predicted)
     metrics = []
     for metric in judgement.metrics:
-        low, high = interval(values[metric.name])
+        low, high = next_value(values[metric.name])
         metrics.append(
             replace(metric, predicted_low=min(low, metric.predicted), predicted_high=max(high, metric.predicted))
         )

@@ -37,6 +37,10 @@ STAIRS_UP_TO = 1100
 """Chunks up to which each step of the stairs has its own knots; further up a step is a small share."""
 LEAST_POINTS = 60
 """Fewer measured points cannot fill a table."""
+LEAST_US = 0.5
+"""No call is shorter."""
+TOGETHER = 4
+"""Shapes whose errors a run averages at the least: it goes through many batch sizes and lengths."""
 KINDS = ("prefill", "decode", "mixed")
 
 
@@ -131,10 +135,6 @@ def judge_attention(points: Array, time_us: Array, wave_tiles: float = 0.0) -> d
     return found
 
 
-TOGETHER = 4
-"""Shapes whose errors a run averages at the least: it goes through many batch sizes and lengths."""
-
-
 def decode_features(n: Array, kv: Array) -> Array:
     """What a call of decodes is made of, `[points, 3]`: starting, sequences, tokens read."""
     return np.stack([np.ones(n.size), n, n * kv], axis=1)
@@ -161,10 +161,6 @@ def _lawful(
     x, y = np.meshgrid(*knots, indexing="ij")
     values = features(x.ravel(), y.ravel()) @ law
     return fit_field(knots, points, time, np.maximum(values, LEAST_US).reshape(x.shape))
-
-
-LEAST_US = 0.5
-"""No call is shorter."""
 
 
 def _stairs(wave_tiles: float) -> tuple[int, ...]:

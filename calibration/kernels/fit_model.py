@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PER_LAYER_TWICE = "layernorm"
+STATED_LATENCY_US, STATED_BYTES_PER_S = 20.0, 16e9
+"""An all-reduce over PCIe: the configuration with which the authors of the tables simulate their host; nobody measured it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +187,6 @@ def _judge_line(curve: _Dense) -> dict[str, Any]:
     knots = thinned(curve.tokens[~held], curve.time_us[~held])
     values = fit_line(curve.tokens[~held], curve.time_us[~held], knots).values
     return judged(np.interp(curve.tokens[held], knots, values), curve.time_us[held])
-
-
-STATED_LATENCY_US, STATED_BYTES_PER_S = 20.0, 16e9
-"""An all-reduce over PCIe: the configuration with which the authors of the tables simulate their host; nobody measured it."""
 
 
 def stated_all_reduce_us(ranks: int, size_bytes: int) -> float:

@@ -32,7 +32,7 @@ def block_resamples(count: int, *, length: int | None = None, resamples: int = R
     return np.asarray(places.reshape(resamples, -1)[:, :count])
 
 
-def interval(values: Array) -> tuple[float, float]:
+def central_90(values: Array) -> tuple[float, float]:
     """The 90 % interval of resampled values."""
     low, high = np.nanquantile(values, [LOW, HIGH])
     return float(low), float(high)

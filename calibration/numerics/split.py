@@ -67,7 +67,7 @@ def bootstrap(count: int, estimate: Callable[[npt.NDArray[np.int_]], Array], res
     return np.stack([estimate(rng.integers(0, count, count)) for _ in range(resamples)])
 
 
-def interval(factors: Array) -> list[float]:
+def departures(factors: Array) -> list[float]:
     """The central 95 % of drawn factors as departures from 1: `[low, high]`, such as `[-0.01, 0.02]`."""
     low, high = np.quantile(factors, [0.025, 0.975]) - 1
     return [round(float(low), 5), round(float(high), 5)]

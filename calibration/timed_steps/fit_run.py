@@ -11,7 +11,7 @@ import numpy.typing as npt
 from calibration.document import document
 from calibration.errors import CalibrationError
 from calibration.measuring.step_log import StepRun
-from calibration.numerics.split import SEED, error_summary, held_out_mask, interval
+from calibration.numerics.split import SEED, departures, error_summary, held_out_mask
 from sim.catalog.gpus import gpu as gpu_called
 from sim.core.plan import BatchShape
 from sim.costs.profile_file import NORMAL_95
@@ -73,7 +73,7 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
         error={**_errors(points), "end_to_end": "not yet judged end to end"},
         samples=drawn,
         drawn_terms=[_varying(tables(one, limits["max_num_seqs"], limits["max_model_len"])) for one in draws],
-        intervals={term: interval(np.asarray(factors)) for term, factors in drawn.items()},
+        intervals={term: departures(np.asarray(factors)) for term, factors in drawn.items()},
         weights={
             name: {
                 "us": round(value, 5),

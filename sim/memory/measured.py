@@ -90,7 +90,7 @@ class MeasuredMemory:
 
     def mismatch(self, model: ModelShape, gpu: Gpu, settings: Settings) -> str | None:
         """Why these lines say nothing of such an engine; None when they do."""
-        sizes = {**{key: getattr(model, key, None) for key in self.model_sizes}}
+        sizes = {key: getattr(model, key, None) for key in self.model_sizes}
         sizes["attention"] = [asdict(kind) for kind in model.attention]
         cache = settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
         pairs = [
