@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from calibration.errors import CalibrationError
-from calibration.measuring.measure import DEFAULT_MODEL, MeasureSettings, first_pass, measure
+from calibration.measuring.measure import first_pass, measure
 from calibration.measuring.quality import assess
 from calibration.measuring.session import MOST_OVERRUN
+from calibration.measuring.settings import DEFAULT_MODEL, MeasureSettings
 
 from .outputs import make_room
 from .terminal import Progress, print_json, say

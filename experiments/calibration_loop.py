@@ -27,7 +27,8 @@ from calibration.document import write
 from calibration.errors import CalibrationError
 from calibration.judging.judge import Judgement, Margins
 from calibration.judging.page import page
-from calibration.measuring.measure import DEFAULT_MODEL, LEAST_BUDGET_S, MeasureSettings, make_rig, measure
+from calibration.measuring.measure import LEAST_BUDGET_S, make_rig, measure
+from calibration.measuring.settings import DEFAULT_MODEL, MeasureSettings
 from calibration.measuring.step_log import StepRun
 from calibration.timed_steps.fit_page import fit_page
 from calibration.timed_steps.fit_run import fit_run_profile

@@ -12,8 +12,8 @@ import sim
 from calibration.judging.judge import Judgement, Margins, judge
 from calibration.judging.speed import at_speed
 from calibration.measuring.design import design
-from calibration.measuring.measure import MeasureSettings
 from calibration.measuring.session import REFERENCE_EVERY
+from calibration.measuring.settings import MeasureSettings
 from calibration.recorded.runs import read_run
 from calibration.recorded.twin import simulate_requests
 from sim.core.plan import Executor, StepPlan, StepResult

@@ -11,7 +11,8 @@ import pytest
 from calibration.errors import CalibrationError
 from calibration.measuring.design import design
 from calibration.measuring.making import MOST_MAKING, SLOWNESS, Making
-from calibration.measuring.measure import MeasureSettings, first_pass, measure
+from calibration.measuring.measure import first_pass, measure
+from calibration.measuring.settings import MeasureSettings
 from calibration.measuring.step_log import read_run, write_run
 from experiments import build_profiles, interval_coverage, validate_profiles
 from experiments.cli import main

@@ -9,8 +9,9 @@ import pytest
 
 from calibration.errors import CalibrationError, StepTooLargeError
 from calibration.measuring.design import design
-from calibration.measuring.measure import MeasureSettings, first_pass, measure
+from calibration.measuring.measure import first_pass, measure
 from calibration.measuring.quality import assess, clock_flags
+from calibration.measuring.settings import MeasureSettings
 from calibration.measuring.step_log import StepRun, read_run
 from calibration.timed_steps.fit_run import fit_run_profile
 from calibration.timed_steps.points import eager_decode_us, points_of

@@ -14,7 +14,7 @@ from calibration.judging.judge import Margins, judge
 from calibration.judging.page import page
 from calibration.judging.speed import at_speed
 from calibration.judging.trajectories import DIFFERENT, EQUIVALENT
-from calibration.measuring.measure import MeasureSettings
+from calibration.measuring.settings import MeasureSettings
 from calibration.recorded.own_run import read_own_run
 from calibration.recorded.runs import read_run
 from calibration.recorded.twin import simulate_requests

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from calibration.errors import CalibrationError
-from calibration.measuring.measure import MeasureSettings, make_rig, measure
+from calibration.measuring.measure import make_rig, measure
 from calibration.measuring.quality import assess
+from calibration.measuring.settings import MeasureSettings
 from calibration.measuring.step_log import COLUMNS, StepRun, read_run, write_run
 from calibration.timed_steps.fit_memory import predict_workspace
 from experiments.calibrate_measure import seconds

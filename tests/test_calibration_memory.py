@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from calibration.measuring.design import DesignPoint, Share
-from calibration.measuring.measure import MeasureSettings, make_rig
+from calibration.measuring.measure import make_rig
+from calibration.measuring.settings import MeasureSettings
 from experiments.cli import main
 from sim.catalog.gpus import GIB
 from sim.catalog.models import model_shape

@@ -8,72 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibration.errors import CalibrationError
-from sim.catalog.dtypes import DTYPE_BYTES, dtype_name, kv_cache_dtype_name
+from sim.catalog.dtypes import DTYPE_BYTES
 from sim.catalog.models import MODELS, model_shape
 from sim.catalog.shape import ModelShape
-from sim.core.need import blocks_for
 
 from .design import Limits, design
 from .making import Making, drawing_rate
 from .session import Session
+from .settings import MeasureSettings
 from .step_log import SCHEMA, SCHEMA_VERSION, StepRun, is_step_run, read_run, write_run
 
 if TYPE_CHECKING:
     from .rig import StepRig
 
 LEAST_BUDGET_S = 2.0
-DEFAULT_MODEL = {"cpu": "tiny-llama-test", "cuda": "llama-3.2-1b"}
-"""What is measured when no model is named, by device."""
-LIMITS = {"cpu": (1024, 64, 2048), "cuda": (4096, 256, 8192)}
-"""Tokens a step, sequences a step and longest sequence that are timed when nothing else is said, by device."""
-POOL_BYTES = {"cpu": 1 << 30, "cuda": 16 << 30}
-"""Most bytes of KV pool that are taken for it."""
-HOST_BLOCKS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureSettings:
-    """What to measure."""
-
-    model: str
-    """A name of the catalogue, or the path of a `config.json`."""
-    device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:N`."""
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    block_size: int = 16
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
-    seed: int = 0
-    """Root of the design, its order, weights and contents."""
-    clock: str = "wall"
-    """What times a step on the CPU: `wall`, or `thread`, which stands still while other processes have the core."""
-
-    def limits(self, shape: ModelShape) -> Limits:
-        """The range of steps, and a pool with room for the widest of them, as far as the memory set aside for it goes."""
-        kind = "cuda" if self.device.startswith("cuda") else "cpu"
-        tokens, seqs, longest = LIMITS[kind]
-        tokens, seqs = self.max_num_batched_tokens or tokens, self.max_num_seqs or seqs
-        longest = min(self.max_model_len or longest, shape.max_position_embeddings)
-        wanted = seqs * blocks_for(longest, self.block_size) + 4 * HOST_BLOCKS
-        return Limits(
-            max_num_batched_tokens=tokens,
-            max_num_seqs=min(seqs, tokens),
-            max_model_len=longest,
-            block_size=self.block_size,
-            num_gpu_blocks=max(1, min(wanted, POOL_BYTES[kind] // self.block_bytes(shape))),
-            num_cpu_blocks=HOST_BLOCKS,
-        )
-
-    def block_bytes(self, shape: ModelShape) -> int:
-        """Bytes of one KV block, all layers together."""
-        return self.block_size * shape.kv_bytes_per_token(self.kv_cache_dtype, 1, dtype=_dtype(self, shape))
 
 
 def measure(
@@ -171,7 +123,7 @@ def _check_making(settings: MeasureSettings, shape: ModelShape, budget_s: float)
         shape,
         settings.limits(shape),
         drawn=settings.model in MODELS or not _has_weights(Path(settings.model)),
-        cache_bytes=DTYPE_BYTES.get(_cache_dtype(settings, shape), 1),
+        cache_bytes=DTYPE_BYTES.get(settings.cache_dtype(shape), 1),
         block_bytes=settings.block_bytes(shape),
     )
     seconds = making.seconds(drawing_rate(settings.device))
@@ -209,53 +161,19 @@ def _document(
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
         "provenance": before.document["provenance"] if before else facts,
-        "model": _model(settings, shape),
-        "settings": _settings(settings, shape),
+        "model": settings.model_facts(shape),
+        "settings": settings.formats(shape),
         "limits": limits.as_dict(),
         "memory": before.document["memory"] if before else memory,
         "sessions": sessions,
     }
 
 
-def _model(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
-    """The model's name and sizes; of a configuration file the file's own name, not where it lies."""
-    known = settings.model in MODELS
-    return {
-        "name": shape.name,
-        "catalogue": known,
-        **{size: getattr(shape, size) for size in ("num_layers", "hidden_size", "intermediate_size", "vocab_size")},
-        "num_parameters": shape.num_parameters,
-        "attention": [asdict(kind) for kind in shape.attention],
-    }
-
-
-def _dtype(settings: MeasureSettings, shape: ModelShape) -> str:
-    """By its canonical name: a run that says bf16 is one of bfloat16."""
-    return dtype_name(shape.dtype if settings.dtype == "auto" else settings.dtype)
-
-
-def _cache_dtype(settings: MeasureSettings, shape: ModelShape) -> str:
-    """By its canonical name, or that of the weights."""
-    if settings.kv_cache_dtype == "auto":
-        return _dtype(settings, shape)
-    return kv_cache_dtype_name(settings.kv_cache_dtype)
-
-
-def _settings(settings: MeasureSettings, shape: ModelShape) -> dict[str, Any]:
-    return {
-        "dtype": _dtype(settings, shape),
-        "kv_cache_dtype": _cache_dtype(settings, shape),
-        "seed": settings.seed,
-        "clock": settings.clock,
-        "tensor_parallel_size": 1,
-    }
-
-
 def _check_same(before: StepRun, settings: MeasureSettings, shape: ModelShape, out: Path) -> None:
     """Raise CalibrationError when the run in `out` is of another model, range or seed."""
     now_ = {
-        "model": _model(settings, shape),
-        "settings": _settings(settings, shape),
+        "model": settings.model_facts(shape),
+        "settings": settings.formats(shape),
         "limits": settings.limits(shape).as_dict(),
     }
     for table, values in now_.items():
