@@ -233,6 +233,7 @@ def test_the_command_names_the_operation_and_writes_the_table(tmp_path, capsys):
     assert "Measured  " in text
     assert "Simulated  " not in text, "its time is what the steps took"
     assert "(served by torch) holds the peak of temporary memory" in text
+    assert "a torch twin takes intermediate results besides" in text
     with (out / "peak_by_op.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     (peak,) = [row for row in rows if row["is_peak"] == "true"]
