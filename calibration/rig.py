@@ -224,16 +224,19 @@ class StepRig:
                     samples=False,
                 )
             )
-        pairs_in = tuple((slot, block) for slot, block in enumerate(back))
+        # The CPU pool's blocks count from 1, as the core's do: those of who comes back first, then those of who leaves.
         away = self._plan(
-            BatchShape(), [], swap_outs=((comer, tuple((b, s) for s, b in pairs_in)),), releases=((comer, back),)
+            BatchShape(),
+            [],
+            swap_outs=((comer, tuple((block, place) for place, block in enumerate(back, 1))),),
+            releases=((comer, back),),
         )
         self.executor.moves.begin(away)
         moves = {
             "copies": copies,
-            "swap_outs": ((leaver, tuple((block, half + slot) for slot, block in enumerate(out))),),
+            "swap_outs": ((leaver, tuple((block, half + place) for place, block in enumerate(out, 1))),),
             "releases": ((leaver, out),),
-            "swap_ins": ((comer, tuple(enumerate(again))),),
+            "swap_ins": ((comer, tuple(enumerate(again, 1))),),
         }
         return moves, []
 

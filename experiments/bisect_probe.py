@@ -198,17 +198,15 @@ class _Engine:
 
 def _engine(scenario: Scenario) -> _Engine:
     """The engine of a scenario. Raises ScenarioError, ConfigError, and StartUpError when it does not start whatever the load."""
-    from sim.policy_choice import choose_policy
     from sim.resolve import resolve
-    from sim.simulation import check_start, cost_model, device, engine_config, has_memory_limit
+    from sim.simulation import check_start, cost_model, device, has_memory_limit, policy_of
 
     if scenario.run.executor == "torch":
         from .real_run import on_this_machine
 
         scenario = on_this_machine(scenario)
     resolved = resolve(scenario)
-    limit_s = resolved.slo.limits_s.get("ttft") if resolved.slo else None
-    config, policy = choose_policy(resolved["policy"], engine_config(resolved), limit_s)
+    config, policy = policy_of(resolved)
     memory = device(resolved)
     real = resolved["run"]["executor"] == "torch"
     if real and memory.faults:

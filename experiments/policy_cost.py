@@ -21,10 +21,9 @@ import sim
 from sim.core.plan import Executor, StepPlan, StepResult
 from sim.core.policies import PRESETS
 from sim.core.request import samples
-from sim.policy_choice import choose_policy
 from sim.resolve import resolve
 from sim.results.files import write_json
-from sim.simulation import build_workload, cost_model, engine_config
+from sim.simulation import build_workload, cost_model, policy_of
 from sim.world import run_world
 from sim.world.executors import ModelExecutor
 
@@ -97,7 +96,7 @@ def base(requests: int, trace: str | None) -> sim.Scenario:
 def run(scenario: sim.Scenario, *, stepping: bool) -> tuple[float, int, int, int]:
     """Processor seconds, engine steps, plans and finished requests of one run."""
     resolved = resolve(scenario)
-    config, policy = choose_policy(resolved["policy"], engine_config(resolved))
+    config, policy = policy_of(resolved)
     sent = [sample for spec in build_workload(resolved).requests for sample in samples(spec)]
     counted = _Counted(ModelExecutor(cost_model(resolved)))
     began_s = time.process_time()

@@ -1,7 +1,7 @@
 """CpuMoves: what plans move between a device and the CPU: swapped requests, prefixes, and requests that go on there.
 
-The core counts the CPU's blocks and gives them out; here lies what is in them. What a request has left there is forgotten when the
-core gives its place to another: that it ended, no plan tells.
+The core counts the CPU's blocks and gives them out, and plans name them; here lies what is in them. What a request has left there is
+overwritten when the core gives its place to another: that it ended, no plan tells.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class CpuMoves:
         tier: BlockMover | None = None,
         lane: CpuLane | None = None,
     ) -> None:
-        """`mover` has the CPU pool of swapped requests, `tier` that of prefixes, whose blocks the core numbers from 1; `lane` serves
+        """`mover` has the CPU pool of swapped requests, `tier` that of prefixes, the blocks of which the core numbers from 1; `lane` serves
         requests on the CPU. A plan that needs one that is not there is refused with IntegrityError.
         """
         self._pool, self._ops, self._mover, self._tier, self._lane = pool, ops, mover, tier, lane
         self._on_cpu: dict[str, frozenset[int]] = {}  # core's CPU blocks of requests that are served there
-        self._saved: dict[str, frozenset[int]] = {}  # core's CPU blocks by the key under which the CPU pool keeps them
-        self._sums: dict[str, tuple[int, list[int]]] = {}  # of saved blocks, with the step (checked mode)
+        self._sums: dict[
+            int, tuple[int, int]
+        ] = {}  # by the core's CPU block: step and checksum of what was saved (checked mode)
         self.swapped_out_blocks = self.swapped_in_blocks = 0
         """Blocks of requests that went to the CPU pool and came back."""
         self.saved_blocks = self.loaded_blocks = 0
@@ -62,25 +63,16 @@ class CpuMoves:
         }
 
     def swap_out(self, name: str, pairs: Pairs) -> None:
-        """A request's blocks go to the CPU pool."""
-        mover, slots = self._needed(name), frozenset(slot for _, slot in pairs)
-        for key in [key for key, kept in self._saved.items() if key == name or kept & slots]:
-            mover.cpu_pool.drop(key)  # its request ended while it was away: the core has given its slots to another
-            del self._saved[key]
+        """A request's blocks go to the CPU pool, to the places that the core gave them: others may come back with them (forks)."""
         blocks = [block for block, _ in pairs]
-        transfer = mover.swap_out(name, blocks)
-        if (
-            transfer is None and mover.cpu_pool.wait()
-        ):  # for the core they were free when the plan that emptied them was done
-            transfer = mover.swap_out(name, blocks)
-        if transfer is None:
-            raise IntegrityError(
-                f"the CPU pool has {mover.cpu_pool.num_free} free slots for {len(pairs)} blocks of {name}; the core counted more"
-            )
+        if not blocks:
+            return
+        transfer = self._needed(name).save(blocks, [cpu_block - 1 for _, cpu_block in pairs])
         self._await(transfer.fence)
-        self._saved[name] = slots
         if self._pool.checked:
-            self._sums[name] = (self._pool.clock.step, self._checksums(blocks))
+            step = self._pool.clock.step
+            for (_, cpu_block), checksum in zip(pairs, self._checksums(blocks), strict=True):
+                self._sums[cpu_block] = (step, checksum)
         self.swapped_out_blocks += len(pairs)
 
     def swap_in(self, name: str, pairs: Pairs) -> None:
@@ -94,11 +86,13 @@ class CpuMoves:
             self._lane.give_back(name, self._pool, [block for _, block in pairs])
             del self._on_cpu[name]
             return
-        transfer = self._needed(name).swap_in(name, [block for _, block in pairs])
+        blocks = [block for _, block in pairs]
+        if not blocks:
+            return
+        transfer = self._needed(name).load(blocks, [cpu_block - 1 for cpu_block, _ in pairs])
         self._await(transfer.fence)
-        del self._saved[name]
         if self._pool.checked:
-            self._check_restored(name, [block for _, block in pairs])
+            self._check_restored(name, pairs)
         self.swapped_in_blocks += len(pairs)
 
     def save(self, pairs: Pairs) -> None:
@@ -147,14 +141,14 @@ class CpuMoves:
         found: list[int] = self._ops.block_checksum(self._pool.rows, ids, sums).tolist()
         return found
 
-    def _check_restored(self, name: str, blocks: list[int]) -> None:
+    def _check_restored(self, name: str, pairs: Pairs) -> None:
         """Verify that what came back is what was saved.
 
         Raises:
             ChangedBlockError: it is not; names the block, its owner and both steps.
         """
-        step, saved = self._sums.pop(name)
-        for block, before, now in zip(blocks, saved, self._checksums(blocks), strict=True):
+        for (cpu_block, block), now in zip(pairs, self._checksums([block for _, block in pairs]), strict=True):
+            step, before = self._sums[cpu_block]
             if before != now:
                 raise ChangedBlockError(
                     f"block {block} of {name}, restored at step {self._pool.clock.step}, is not what was saved at step {step}: "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sim.core.admission import Admission, Every, default_admission
 from sim.core.batching import Batching, BatchLimits, check_batching
@@ -20,16 +18,14 @@ from sim.core.policy import Policy
 from sim.core.retention import Retention
 from sim.core.waiting import priority_queue
 
-from .scenario_errors import ScenarioError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from .policy_parts import with_parts
 
 
 def choose_policy(
-    table: Mapping[str, Any], config: EngineConfig, ttft_limit_s: float | None = None
+    table: Mapping[str, Any], config: EngineConfig, ttft_limit_s: float | None = None, lora_slots: int | None = None
 ) -> tuple[EngineConfig, Policy]:
-    """The engine settings and the policy that `[policy]` asks for; the preset `ladder` is tuned to the TTFT objective, if any.
+    """The engine settings and the policy that `[policy]` asks for; the preset `ladder` is tuned to the TTFT objective, if any, and no more
+    than `lora_slots` adapters run at once, if the load asks for adapters.
 
     Raises ScenarioError for a plug-in that cannot be loaded, ConfigError for a combination no engine could run with.
     """
@@ -61,9 +57,7 @@ def choose_policy(
             cpu=policy.cpu_executor is not None,
         )
     policy = _with_front_door(policy, table)
-    if table["admission"] is not None:
-        policy = replace(policy, admission=_with_plug_in(policy.admission, table["admission"]))
-    return config, policy
+    return config, with_parts(policy, preset, table, config, lora_slots)
 
 
 def _check_heard(preset: Preset, table: Mapping[str, Any]) -> None:
@@ -148,34 +142,3 @@ def _range(index: int, given: Mapping[str, Any]) -> Retention:
     if type(given.get("output", False)) is not bool:
         raise ConfigError(f"range {index} of the retention: output is {given['output']!r}; it must be true or false")
     return Retention(**given)
-
-
-def _with_plug_in(admission: Callable[[EngineConfig], Admission], name: str) -> Callable[[EngineConfig], Admission]:
-    """The preset's admission, and the user's own asked after it."""
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ScenarioError(f"[policy] admission is {name!r}; write module:Class, for example my_policies:OnlyShort")
-    try:
-        plug_in = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: a relative or an empty module
-        raise ScenarioError(f"[policy] admission {name!r} cannot be loaded: {error}") from None
-    if not callable(plug_in):
-        raise ScenarioError(
-            f"[policy] admission {name!r} is no class, but a {type(plug_in).__name__}; write module:Class"
-        )
-    try:
-        inspect.signature(plug_in).bind()
-    except (TypeError, ValueError) as error:
-        raise ScenarioError(f"[policy] admission {name!r} cannot be made without arguments: {error}") from None
-    made = plug_in()
-    lacking = [part for part in _PARTS_OF_ADMISSION if not hasattr(made, part)]
-    if lacking:
-        raise ScenarioError(
-            f"[policy] admission {name!r} makes a {type(made).__name__}, which has no {', '.join(lacking)}; derive it from "
-            "sim.core.admission.AdmissionBase"
-        )
-    return lambda config: Every([admission(config), plug_in()])
-
-
-_PARTS_OF_ADMISSION = ("steady", "may_defer", "arrive", "may_start", "preempted", "withdraw", "diagnose")
-"""What the engine asks of an `Admission`."""

@@ -6,7 +6,7 @@ model, the GPU or the workload when the scenario is resolved. Nothing here looks
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -21,6 +21,9 @@ def _whole_keys(given: object) -> object:
         int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key: share for key, share in given.items()
     }
 
+
+_Named = Annotated[str, Field(min_length=1)] | dict[str, Any]
+"""A name, or a table with a name and arguments (`sim.policy_objects`)."""
 
 _Priorities = Annotated[dict[int, float], BeforeValidator(_whole_keys)]
 
@@ -150,8 +153,15 @@ class PolicyTable(Table):
     continuous_decode_steps: int | None = Field(
         None, ge=1, description="steps that decodes have to themselves after each step of prompts, for decode_first"
     )
-    admission: str | None = Field(
-        None, min_length=3, description="your own admission policy as module:Class, asked besides the preset's"
+    admission: _Named | list[_Named] | None = Field(
+        None,
+        description="admission policies asked besides the preset's: names or module:Class, or tables of policy and its arguments",
+    )
+    queue: _Named | None = Field(
+        None, description="order of the queue: a name or module:Class, or a table of order and its arguments"
+    )
+    victim: str | None = Field(
+        None, min_length=1, description="who gives way when blocks run out: a name, or your own as module:function"
     )
     fork_samples: bool = Field(
         False,
@@ -207,6 +217,12 @@ class WorkloadTable(Table):
     )
     priorities: _Priorities | None = Field(
         None, description="share of requests by priority (smaller is more important), for example {0 = 0.2, 1 = 0.8}"
+    )
+    tenants: dict[str, float] | None = Field(
+        None, description="share of requests by tenant, for example {acme = 0.9, other = 0.1}"
+    )
+    loras: dict[str, float] | None = Field(
+        None, description="share of requests by LoRA adapter; what is left of 1 asks for the base model"
     )
     cancel_age_mean_s: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="mean age in seconds at which cancelling clients go away"
@@ -284,6 +300,10 @@ KEYS_WITHOUT_FLAG = frozenset(
         "max_decode_seqs",
         "continuous_decode_steps",
         "admission",
+        "queue",
+        "victim",
+        "tenants",
+        "loras",
         "guard_priority",
         "ladder",
         "n",

@@ -53,8 +53,3 @@ def _check(forking: Forking, preset: str, config: EngineConfig) -> None:
             f"{forking.width} {what} of a request run together, but [engine] max_num_seqs is {config.max_num_seqs}; raise it to at least "
             f"{forking.width}"
         )
-    if config.async_scheduling:
-        raise ScenarioError(
-            f"{what} are chosen by what a step samples, but [engine] async_scheduling plans the next step before that is known; "
-            "leave async_scheduling off"
-        )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ._version import __version__
 from .policy_choice import choose_policy
+from .policy_parts import idle_parts
 from .provenance import provenance
 from .resolve import ROOFLINE, Resolved, resolve
 from .scenario_errors import ScenarioError
@@ -95,9 +96,7 @@ def simulate(
     run = resolved["run"]
 
     built = build_workload(resolved, replication)
-    config, policy = choose_policy(
-        resolved["policy"], engine_config(resolved), resolved.slo.limits_s.get("ttft") if resolved.slo else None
-    )
+    config, policy = policy_of(resolved)
     sent = sequences(resolved.tables, config, built.requests, replication)
     memory = device(resolved)
     ran = None
@@ -143,6 +142,7 @@ def simulate(
             *resolved.warnings,
             *(prices.warnings() if executor is None else []),
             *_idle_ladder(policy, sent),
+            *idle_parts(resolved["policy"], sent),
             *dict.fromkeys(sentence for recorder in record.recorders for sentence in recorder.core.diagnose()),
             *unsteady,
         ],
@@ -193,8 +193,22 @@ def build_workload(resolved: Resolved, replication: int = 0) -> BuiltWorkload:
         spread_ticks=workload["spread_ticks"],
         arrival=workload["arrival"],
         priorities=workload["priorities"],
+        tenants=workload["tenants"],
+        loras=workload["loras"],
         **({} if workload["cancel_age_mean_s"] is None else {"cancel_age_mean_s": workload["cancel_age_mean_s"]}),
     )
+
+
+def policy_of(resolved: Resolved) -> tuple[EngineConfig, Policy]:
+    """The engine settings and the policy of a scenario. Raises ScenarioError and ConfigError for what no engine could run with."""
+    engine, limit_s = resolved["engine"], resolved.slo.limits_s.get("ttft") if resolved.slo else None
+    loras = resolved["workload"]["loras"]
+    if loras and not engine["max_loras"]:
+        raise ScenarioError(
+            f"[workload] loras names {len(loras)} adapters, but [engine] max_loras is 0: the engine holds none; set it to the number that "
+            "it holds at once"
+        )
+    return choose_policy(resolved["policy"], engine_config(resolved), limit_s, engine["max_loras"] if loras else None)
 
 
 def engine_config(resolved: Resolved) -> EngineConfig:

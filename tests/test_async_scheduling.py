@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 import sim
 from experiments.cli import main
 from sim.core.clock import FS_PER_S
 from sim.core.request import Outcome
-from sim.scenario import ScenarioError
 
 SECOND = FS_PER_S
 
@@ -224,9 +221,3 @@ def test_the_flag_goes_both_ways_as_in_vllm(tmp_path, capsys):
     assert without["scenario"]["engine"]["async_scheduling"] is False
     assert ahead["discarded_tokens"] == 20
     assert without["discarded_tokens"] == 0
-
-
-def test_beams_cannot_be_planned_ahead():
-    """Which sequence goes on as a copy of which is known when a step is over, not when it starts."""
-    with pytest.raises(ScenarioError, match="async_scheduling plans the next step before that is known"):
-        sim.simulate(SMALL.with_(n=2, fork_samples=True, async_scheduling=True))

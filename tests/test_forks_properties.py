@@ -34,7 +34,7 @@ TRUNCATE = LadderConfig(
     )
 )
 forking_loads = loads(most=6, widths=[1, 2, 2, 3, 4])
-forking_engines = engines(planned_ahead=[False], full_prompts=[True, True, False])
+forking_engines = engines(planned_ahead=[False, False, True], full_prompts=[True, True, False])
 POLICIES: dict[str, Policy] = {
     "vllm-v1": Policy(),
     "by priority, on the ladder": Policy(queue=priority_queue, victim=worst_priority, ladder=standard_ladder(0.05)),

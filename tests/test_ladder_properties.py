@@ -28,6 +28,7 @@ THRESHOLDS = {
     "kv_usage": [0.3, 0.6, 0.9],
     "shortage": [0.001, 0.1],
     "queue_s": [0.01, 0.1, 0.5],
+    "longest_queue_s": [0.01, 0.1, 0.5],
     "preemptions": [1, 3],
     "oom": [1],
     "workspace": [0.1],
@@ -67,6 +68,7 @@ def scenarios(draw):
         num_cpu_blocks=draw(st.sampled_from([3, 50, 200])) if swap else 0,
         num_cpu_prefix_blocks=draw(st.sampled_from([3, 50])) if tier else 0,
         cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
+        async_scheduling=draw(st.booleans()),
     )
     policy = Policy(
         queue=draw(st.sampled_from([FcfsQueue, priority_queue])),

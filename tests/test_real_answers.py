@@ -167,11 +167,11 @@ def test_a_device_that_leaves_out_the_copies_is_found_out(monkeypatch):
 
 
 def test_a_beam_that_goes_on_as_a_copy_twice_in_one_step_shares_each_table_in_turn():
-    """With these durations two beams of "r3" decode in one step, and both are r3#2's source: the plan tells both tables."""
-    scenario = SCENARIOS["beams-1"]
-    run = run_for_real(scenario, preset("vllm-v0"), wrap=paced)
+    """In this pool two beams of "r3" decode in one step, and both are r3#1's source: the plan tells both tables."""
+    scenario = with_engine(SCENARIOS["beams-1"], num_gpu_blocks=12)
+    run = run_for_real(scenario, preset("vllm-v1"), wrap=paced)
     forked = [[child for child, _ in entry.get("forked", ())] for entry in run.decisions]
-    assert any(children.count("r3#2") == 2 for children in forked)
+    assert any(children.count("r3#1") == 2 for children in forked)
     assert run.leaked_blocks == 0
     assert changed_answers(run, reference_answers(scenario)) == []
 

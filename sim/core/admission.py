@@ -50,8 +50,9 @@ class Admission(Protocol):
     """An admission policy: a filter on arrivals and a gate before the batch. It may look, at the view, and not touch."""
 
     steady: bool
-    """True if, while requests only decode, the pool only gets fuller and time only passes, `may_start` never turns from no to
-    anything else. The engine then leaps over steps in which the queue stands still; otherwise it asks again at every step."""
+    """True if, while requests only decode and time only passes, `may_start` never turns from no to anything else, at least as long as
+    the pool gets fuller, or, where windows slide and it may get emptier, fewer blocks are free than the request needs. The engine then
+    leaps over steps in which the queue stands still; otherwise it asks again at every step."""
 
     may_defer: bool
     """True if `may_start` may answer with a Deferral."""

@@ -97,7 +97,11 @@ def rest_decodes(scheduler: Scheduler, draft: Draft, most: int) -> None:
     would give them joins it; the rest are served by themselves.
     """
     decode = scheduler.decode
-    late = [request for request in scheduler.catching_up.values() if not is_prompt(request)]
+    late = [
+        request
+        for order, request in scheduler.catching_up.items()
+        if order not in draft.resting and not is_prompt(request)
+    ]
     if len(decode) + len(late) <= most:
         return
     turns = [

@@ -152,6 +152,13 @@ class BlockPool:
         unused = min(num_blocks, self.num_blocks + 1 - first_unused)
         return [*range(first_unused, first_unused + unused), *self._freed.peek(num_blocks - unused)]
 
+    def untouched(self, block_ids: Sequence[int], most: int) -> int:
+        """How many blocks can be allocated, at most `most`, before one of these is taken; those of them that somebody holds now come after
+        all that are free. Holds where the free queue is in the order of release.
+        """
+        order, kept = self.peek(min(most, self.num_free)), set(block_ids)
+        return next((place for place, block_id in enumerate(order) if block_id in kept), len(order))
+
     # -- giving back ----------------------------------------------------------------------------------------------
 
     def release(self, block_ids: Sequence[int], by: str, fence: int | None = None, worth: float = 0.0) -> None:

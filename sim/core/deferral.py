@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .admission import Deferral, Rejection
 from .clock import to_fs, to_s
 from .request import Request
+from .view import EngineView
 from .waiting import WaitingQueue
 
 
@@ -29,8 +30,9 @@ class _Aside:
 class QueueWithAside:
     """A queue, and those set aside from it. In each round these are first, in the order in which they were set aside."""
 
-    def __init__(self, queue: WaitingQueue) -> None:
+    def __init__(self, queue: WaitingQueue, view: EngineView) -> None:
         self._queue = queue
+        self._view = view
         self._aside: dict[Request, _Aside] = {}
         self._to_ask: list[Request] = []
 
@@ -59,7 +61,7 @@ class QueueWithAside:
         """Put the head aside, or leave it there; a Rejection if it has been there too long. Then it must be taken by `pop`."""
         aside = self._aside.get(request)
         if aside is None:
-            self._queue.pop()
+            self._queue.pop(request)
             self._aside[request] = _Aside(deferral, now_fs)
             return None
         aside.deferral = deferral
@@ -87,17 +89,20 @@ class QueueWithAside:
         """A request that was never queued runs."""
         self._queue.started(request)
 
-    def head(self) -> Request | None:
-        """The next to try: of those set aside who has not been asked in this round, else the queue's."""
-        return self._to_ask[-1] if self._to_ask else self._queue.head()
+    def head(self, *, important: bool = False) -> Request | None:
+        """The next to try: of those set aside who has not been asked in this round, else the queue's. Who is set aside and not `important`
+        is not asked in this round then.
+        """
+        while important and self._to_ask and not self._view.spares(self._to_ask[-1].spec.priority):
+            self._to_ask.pop()
+        return self._to_ask[-1] if self._to_ask else self._queue.head(important=important)
 
-    def pop(self) -> Request:
-        """Take the head; call after `head` returned it."""
-        if not self._to_ask:
-            return self._queue.pop()
-        request = self._to_ask.pop()
-        del self._aside[request]
-        return request
+    def pop(self, request: Request) -> None:
+        """Take a request that `head` has just named."""
+        if self._aside.pop(request, None) is None:
+            self._queue.pop(request)
+        else:
+            self._to_ask.pop()
 
     def discard(self, request: Request) -> None:
         """Note that a queued request has ended."""

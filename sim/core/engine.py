@@ -7,6 +7,7 @@ The core never sleeps, reads a clock or draws a random number; the same calls gi
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from .config import EngineConfig
 from .departures import Departures
 from .draft import Draft
 from .facts import Arrived, Committed, EngineFacts, ProgressError
+from .families import Fork
 from .groups import tables_of
 from .lag import Lag
 from .loads import Load
@@ -78,13 +80,10 @@ class EngineCore(EngineFacts):
     def add(self, spec: RequestSpec, now_fs: int) -> Arrived:
         """A request arrives: it is queued, or rejected with a reason.
 
-        Raises ValueError for a request id that is in the system already, and for beams or forked samples in an engine that plans
-        ahead: what forks is known only when a step is over.
+        Raises ValueError for a request id that is in the system already.
         """
         if spec.request_id in self._requests:
             raise ValueError(f"request id {spec.request_id!r} is already in the system; ids must be unique")
-        if spec.forking is not None and self._lag is not None:
-            raise ValueError(f"{spec.request_id!r} forks, which an engine with async_scheduling cannot plan for")
         request = Request(
             spec,
             self._next_seq,
@@ -102,12 +101,10 @@ class EngineCore(EngineFacts):
             self._departures.displace(self._requests[victim_id], rejection, now_fs)
         self._requests[spec.request_id] = request
         self._scheduler.backlog_tokens += spec.input_tokens
-        if spec.forking is not None and self._scheduler.families.join(request):
-            return Arrived(request, may_change_plan=False, may_start=False)
         if self._lag is not None and self._lag.busy:
             became_head = self._lag.arrived(request)
         else:
-            became_head = self._scheduler.waiting.add(request)
+            became_head = self._scheduler.enter(request)
         may_start = became_head and self._scheduler.num_slots_taken < self.config.max_num_seqs
         changes = may_start or said is not None or (became_head and self._pressure.watches_queue)
         return Arrived(request, changes, may_start)
@@ -121,10 +118,13 @@ class EngineCore(EngineFacts):
         The blocks of a request in a step under way return when the step is committed; its output of that step is dropped.
         """
         request = self._requests.get(request_id)
-        if request is None and self._scheduler.families:
-            left = [self.abort(each, now_fs, outcome, reason) for each in self._scheduler.families.ids(request_id)]
+        if request is None:
+            names = self._scheduler.families.ids(request_id)
+            if self._lag is not None:
+                names += [each.request_id for each in self._lag.arrivals if each.spec.sample_of == request_id]
+            left = [self.abort(each, now_fs, outcome, reason) for each in names]
             return any(left)
-        if request is None or request.abort_fs is not None:
+        if request.abort_fs is not None:
             return False
         request.outcome, request.reason = outcome, reason
         planned_ahead = self._lag is not None and self._lag.busy
@@ -156,10 +156,7 @@ class EngineCore(EngineFacts):
         self.pool.tick(now_fs)
         self.wake(now_fs)
         completed = None if self._offload is None else self._offload.saves.take_completed()
-        if (climbed := self._pressure.climb(now_fs)) is not None:
-            moved, relief = climbed
-            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
-            self._note(relief, now_fs)
+        self._climb(now_fs)
         while True:
             draft = scheduler.draft(now_fs)
             self._note(draft, now_fs)
@@ -169,6 +166,8 @@ class EngineCore(EngineFacts):
                 if lag is not None and lag.busy:
                     after_pause = True
                     self._catch_up(now_fs)
+                    if scheduler.cpu_server is not None and scheduler.cpu_server.serving:
+                        self._climb(now_fs)  # whom the rung keeps on the CPU may come back to an idle device
                     continue
                 break
         saves: tuple[Save, ...] = ()
@@ -181,32 +180,34 @@ class EngineCore(EngineFacts):
         room = None if max_repeat == 1 else self._pressure.blocks_until_change()
         if lag is not None and (after_pause or lag.has_news or self._passed):
             room = None
-        if room is not None and self._offload is not None:
-            room = self._offload.saves.blocks_until_next(room)
-        step, shape = scheduler.steps_done, shape_of(draft, scheduler, self._decisions)
+        taken = None if room is None or self._offload is None else self._offload.saves.blocks_until_next()
+        if self._offload is not None and taken is None:
+            room = None
+        decisions = self._decisions
+        step, shape = scheduler.steps_done, shape_of(draft, scheduler, decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
-            repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
+            repeat=1 if room is None else steps_alike(draft, scheduler, room, taken, max_repeat),
             start_fs=now_fs,
             shape=replace(shape, after_pause=True) if after_pause else shape,
-            copies=tuple(self._decisions.copied),
-            swap_outs=_frozen(self._decisions.swapped_out),
-            swap_ins=_frozen(self._decisions.swapped_in),
+            copies=tuple(decisions.copied),
+            swap_outs=_frozen(decisions.swapped_out),
+            swap_ins=_frozen(decisions.swapped_in),
             slid=_frozen(self._slid),
             saves=saves,
             loads=loads,
-            to_cpu=tuple(self._decisions.to_cpu),
-            releases=_frozen(self._decisions.released),
-            forks=tuple(self._decisions.forked),
-            admitted=tuple(self._decisions.admitted),
-            preempted=tuple(self._decisions.preempted),
+            to_cpu=tuple(decisions.to_cpu),
+            releases=_frozen(decisions.released),
+            forks=tuple(decisions.forked),
+            admitted=tuple(decisions.admitted),
+            preempted=tuple(decisions.preempted),
             scheduled=lambda ahead: self._scheduled(step, ahead),
         )
         self._plan, self._draft, self._slid = plan, draft, []
         if self._sink is not None:
-            self._log(step, now_fs, draft.decode_blocks, self._decisions)
+            self._log(step, now_fs, draft.decode_blocks, decisions)
         self._departures.decisions = Decisions()
         for request in lag.planned(now_fs) if lag is not None else ():
             self._departures.learn(request, now_fs)
@@ -252,13 +253,15 @@ class EngineCore(EngineFacts):
         self._leaving = []
         self._advance_shares(draft, now_fs)
         if scheduler.families:
-            self._fork(result, now_fs)
+            scheduler.looks_back_fs = 0 if lag is None else lag.looks_back_fs(now_fs)
+            self._write_down(scheduler.families.after_step(result.forked, result.stopped, now_fs))
+            scheduler.looks_back_fs = 0
         finished = self._reached_end(result)
         for order in sorted(finished):
             departures.finish(finished[order], finished[order].request_id in result.stopped, now_fs)
         if result.oom is not None:
             self._catch_up(now_fs)  # what was planned ahead of a step that failed is void
-        if plan.shape.num_tokens:
+        if plan.shape.computes:
             self._pressure.note_workspace(result.workspace_share)
         if (hopeless := self._pressure.after_step(result.oom, plan.shape)) is not None:
             departures.fail(*hopeless, now_fs)
@@ -307,6 +310,14 @@ class EngineCore(EngineFacts):
         check_books(self._scheduler, self._draft, known)
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
+
+    def _climb(self, now_fs: int) -> None:
+        """Let the ladder react to what may be known."""
+        climbed = self._pressure.climb(now_fs)
+        if climbed is not None:
+            moved, relief = climbed
+            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
+            self._note(relief, now_fs)
 
     def _note(self, draft: Draft, now_fs: int) -> None:
         """Move the decisions of a draft to the log, and end what it found unservable."""
@@ -359,6 +370,7 @@ class EngineCore(EngineFacts):
         """Nothing can be planned ahead, or what was is void: all that has happened is known."""
         self._departures.catch_up(now_fs)
         if self._lag is not None:
+            self._write_down(self._scheduler.families.learn_outcomes(now_fs))
             self._hear_copies(now_fs, now_fs)
 
     def _assert_progress(self) -> None:
@@ -390,30 +402,26 @@ class EngineCore(EngineFacts):
     ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
         """Do the allocations of the later steps of a stretch, in the order in which single steps would have done them."""
         assert self._draft is not None
-        scheduler, growth, pool = self._scheduler, self._scheduler.growth, self.pool
+        scheduler, steps, before_fs = self._scheduler, result.steps, result.durations.before_fs
         slots_per_block = scheduler.decode.slots_per_block
-        usage, emptied = [(0, pool.num_owned)], [0]
+        usage, emptied = [(0, self.pool.num_owned)], [0]
         table_slots = [scheduler.holdings.table_blocks * slots_per_block]
-        before_fs = result.durations.before_fs
-        changing = growth.changing_until(result.steps)
         took: dict[int, list[int]] = {}
-        at = 0
-        for ahead in changing if self._sink is None else range(1, result.steps):
-            took, at, slid = {}, ahead, []
-            if self._sink is None or ahead in changing:
-                elapsed_fs = before_fs(ahead)
-                if pool.ages:
-                    pool.tick(plan.start_fs + elapsed_fs)
-                if growth.slides:
-                    slid = growth.slide(ahead, elapsed_fs, plan.start_fs + elapsed_fs)
-                    self._slid += slid
-                took = growth.grow(ahead, plan.start_fs + elapsed_fs)
-                usage.append((ahead, pool.num_owned))
-                table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
-                emptied.append(emptied[-1] + sum([len(blocks) for _, blocks in slid]) * slots_per_block)
+        at, logged = 0, 1
+        for at, slid, took, owned in scheduler.growth.through(steps, plan.start_fs, before_fs):
+            usage.append((at, owned))
+            table_slots.append(scheduler.holdings.table_blocks * slots_per_block)
+            emptied.append(emptied[-1])
+            if slid:
+                self._slid += slid
+                emptied[-1] += sum([len(blocks) for _, blocks in slid]) * slots_per_block
             if self._sink is not None:
-                self._log(plan.step + ahead, plan.start_fs + before_fs(ahead), took, Decisions(released=slid))
-        if 0 < result.steps_computed < result.steps:  # the last step ran out of memory: what it took is taken back
+                self._log_between(plan, logged, at, before_fs)
+                self._log(plan.step + at, plan.start_fs + before_fs(at), took, Decisions(released=slid))
+                logged = at + 1
+        if self._sink is not None:
+            self._log_between(plan, logged, steps, before_fs)
+        if 0 < result.steps_computed < steps:  # the last step ran out of memory: what it took is taken back
             self._draft.decode_blocks = took if at == result.steps_computed else {}
         return tuple(usage), tuple(table_slots), tuple(emptied)
 
@@ -465,22 +473,27 @@ class EngineCore(EngineFacts):
             elif request.last_token_fs is not None:
                 request.other_gaps_fs.append(now_fs - request.last_token_fs)
             request.last_token_fs = now_fs
-            if request.num_tokens < request.target_tokens and (
-                scheduler.growth.slides or not scheduler.holdings.windows
-            ):
+            if request.spec.forking is not None and scheduler.families.got_token(request):
+                continue  # it goes on when it is known which of its family do
+            if request.num_tokens < request.target_tokens:
                 del scheduler.catching_up[request.order]
                 scheduler.decode.join(request)
 
-    def _fork(self, result: StepResult, now_fs: int) -> None:
-        """Let sequences go on as copies of others, and write it down."""
+    def _write_down(self, forks: list[Fork]) -> None:
+        """Log that sequences go on as copies of others."""
         decisions = self._decisions
-        for fork in self._scheduler.families.after_step(result.forked, result.stopped, now_fs):
+        for fork in forks:
             child = fork.child
             if fork.released is not None:
                 decisions.released.append((child.request_id, fork.released))
             if fork.started:
                 decisions.admitted.append(child.request_id)
             decisions.forked.append((child.request_id, fork.source.request_id, fork.shared))
+
+    def _log_between(self, plan: StepPlan, first: int, stop: int, before_fs: Callable[[int], int]) -> None:
+        """Log the steps [first, stop) of a stretch, in which no table changes."""
+        for ahead in range(first, stop):
+            self._log(plan.step + ahead, plan.start_fs + before_fs(ahead), {}, Decisions())
 
     def _log(self, step: int, start_fs: int, grown: dict[int, list[int]], decisions: Decisions) -> None:
         assert self._sink is not None

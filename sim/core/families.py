@@ -6,10 +6,17 @@ blocks are only ever appended to, what the other writes behind a copy's end does
 another one: it gives its own blocks back and shares those.
 
 A held sequence that may not run when its turn comes (no sequence slot, admission says no) waits at the head of the queue and comes back
-through the prefix cache, where its source's full blocks can be found; so does one that lost its blocks. A fork takes no tokens away:
-a sequence that is ahead of its source, or that would be finished by the copy, stays as it is.
-Source: vLLM V0 sequence groups (engine-policies §1.2), which forked tables like this. Left out: V0 swapped whole groups, so its beams
-never parted; here one that lost its blocks lags behind the others until it is replaced by a copy of one of them.
+through the prefix cache, where its source's full blocks can be found. A fork takes no tokens away: a sequence that is ahead of its source,
+or that would be finished by the copy, stays as it is.
+
+The running sequences of a request give way together and are swapped together, what they share once; the swapped come back in one step.
+Those that are to be computed again stand one behind the other in the queue and start when there is room for all of them; they find what
+they shared in the prefix cache, or leave it there. If nothing else runs, they come back one by one as far as there is room.
+Where steps are planned ahead (`lag`), the next step is planned before it is known which sequences of a beam search go on: those that got a
+token rest in it, and the copies are made when it is over. Samples that never replace each other do not wait.
+Source: vLLM V0 sequence groups (engine-policies §1.2), which forked tables like this and moved as wholes. V0 could only swap them, and
+died without room to; here they are computed again then, and one that is done later than the others lags behind them until it is replaced
+by a copy of one of them. V0 failed a request whose sequences together outgrew the pool; here they then run one after the other.
 """
 
 from __future__ import annotations
@@ -82,6 +89,14 @@ class Families:
         self._families: dict[str, Family] = {}
         self.num_held = 0
         """Sequences that wait for the first of theirs to compute their prompt; they are in no queue."""
+        self._planned_ahead = scheduler.config.async_scheduling
+        self.undecided: frozenset[int] = frozenset()
+        """Where steps are planned ahead, by admission order: the running sequences of requests some of whose sequences may die by what
+        the step under way samples. They rest until that is known."""
+        self._got_token: set[Request] = set()
+        """Those of them that got a token in the latest step."""
+        self._chosen: Mapping[str, str] | None = None
+        """What a sampler asked for in the latest step."""
 
     def __bool__(self) -> bool:
         return bool(self._families)
@@ -127,7 +142,34 @@ class Families:
         elif request is family.leader and family.held:
             family.leader = family.held.pop(0)
             self.num_held -= 1
-            self._scheduler.waiting.add(family.leader)
+            self._scheduler.enqueue(family.leader)
+
+    # -- moving together ----------------------------------------------------------------------------------------------
+
+    def moving_with(self, victim: Request) -> list[Request]:
+        """The running requests that give way with this one, oldest admission first: all sequences of its request, of which one alone
+        would give back few blocks and lag behind the others.
+
+        If nobody else runs, there is nobody to make room for but the others of them: then it goes alone, and they can go on.
+        """
+        if victim.spec.forking is None:
+            return [victim]
+        running, members = self._scheduler.running, self._families[victim.spec.sample_of].members.values()
+        group = sorted((each for each in members if each.order in running), key=lambda each: each.order)
+        return group if len(group) < len(running) else [victim]
+
+    def swapped_with(self, request: Request) -> list[Request]:
+        """The swapped requests that come back with this one, in the order in which they stand."""
+        if request.spec.forking is None:
+            return [request]
+        return [each for each in self._scheduler.swapped if each.spec.sample_of == request.spec.sample_of]
+
+    def waiting_with(self, request: Request) -> list[Request]:
+        """The requests in the queue that gave way with this one and come back with it."""
+        if request.spec.forking is None or not request.num_preemptions:
+            return [request]
+        members = self._families[request.spec.sample_of].members.values()
+        return [each for each in members if each.state is State.WAITING and each.num_preemptions]
 
     # -- looking ahead ------------------------------------------------------------------------------------------------
 
@@ -173,16 +215,49 @@ class Families:
         `chosen` are those that a sampler asks for, child to source; None leaves it to the requests' own fate. Raises ValueError if a
         sampler asks for what is no fork.
         """
+        forks = self._starts(now_fs)
+        if not self._planned_ahead:
+            return forks + self._follows(chosen, stopped, now_fs)
+        forks += self._follows(self._chosen, (), now_fs)
+        self._chosen = chosen
+        self.undecided = frozenset(
+            member.order
+            for name in {request.spec.sample_of for request in self._got_token}
+            for member in (self._families[name].members.values() if name in self._families else ())
+            if member.state is State.RUNNING
+        )
+        self._got_token.clear()
+        return forks
+
+    def got_token(self, request: Request) -> bool:
+        """A sequence outside the decode set has got a token; True if the next step is planned before it is known who of its family goes
+        on.
+        """
+        if not self._planned_ahead or not self._families[request.spec.sample_of].changes:
+            return False
+        self._got_token.add(request)
+        return True
+
+    def learn_outcomes(self, now_fs: int) -> list[Fork]:
+        """Nothing could be planned ahead: who goes on after the latest step is known now."""
+        forks = self._follows(self._chosen, (), now_fs)
+        self._chosen, self.undecided = None, frozenset()
+        return forks
+
+    def _starts(self, now_fs: int) -> list[Fork]:
+        """Held sequences whose prompt has been computed start."""
         forks: list[Fork] = []
         for family in self._families.values():
             if family.held and family.leader.first_token_fs is not None:
                 self.num_held -= len(family.held)
                 forks += [self._start(child, family.leader, now_fs) for child in family.held]
                 family.held = []
+        return forks
+
+    def _follows(self, chosen: Mapping[str, str] | None, stopped: Collection[str], now_fs: int) -> list[Fork]:
+        """Sequences that others go on as copies of."""
         pairs = self._fated(stopped) if chosen is None else self._asked(chosen)
-        return forks + [
-            self._follow(child, source, now_fs) for child, source in pairs if self._may_follow(child, source)
-        ]
+        return [self._follow(child, source, now_fs) for child, source in pairs if self._may_follow(child, source)]
 
     def _fated(self, stopped: Collection[str]) -> list[tuple[Request, Request]]:
         """Children and sources, by the requests' own fate. At the first token all are copies of one anyway."""
@@ -194,6 +269,8 @@ class Families:
                 has = self._output(source)
                 if source.state is not State.RUNNING or has <= family.counted.get(source.request_id, 1):
                     continue
+                if source in self._got_token:
+                    continue  # not known yet
                 family.counted[source.request_id] = has
                 if source.request_id not in stopped:
                     pairs += [
@@ -214,6 +291,8 @@ class Families:
             if child_id not in by_id or source_id not in by_id:
                 continue  # a client left during the step: this choice comes too late
             (family, child), (other, source) = by_id[child_id], by_id[source_id]
+            if self._planned_ahead and source.state is not State.RUNNING:
+                continue  # it has lost its blocks since
             if family is not other or child is source or source.state is not State.RUNNING or source_id in chosen:
                 raise ValueError(
                     f"the result says that {child_id!r} goes on as a copy of {source_id!r}; they must be two sequences of one request, "
@@ -230,7 +309,8 @@ class Families:
         """A held sequence starts as a copy of the one that has just computed their prompt, or waits for room."""
         scheduler = self._scheduler
         child.first_token_fs = child.last_token_fs = now_fs
-        scheduler.backlog_tokens -= child.spec.input_tokens
+        if child.ended_fs is None:  # else it starts in vain: its client left when this was planned
+            scheduler.backlog_tokens -= child.spec.input_tokens
         self._copy_content(child, source)
         scheduler.waiting.started(child)
         if child.num_tokens < child.target_tokens and not scheduler.starts.admits_copy(child, now_fs):

@@ -43,11 +43,15 @@ class GroupTables(BlockTables):
 
     def __init__(self, pool: BlockPool, config: EngineConfig) -> None:
         super().__init__(pool, config.block_size)
-        self.groups = tuple(BlockTables(pool, group.block_size, group.window) for group in config.kv_groups)
-        """One for each group, with its own block size and window."""
+        self._groups = tuple(BlockTables(pool, group.block_size, group.window) for group in config.kv_groups)
         self._config = config
         self._slots_per_block = config.slots_per_block
         self._slots_per_token = config.slots_per_token
+
+    @property
+    def groups(self) -> Sequence[BlockTables]:
+        """One for each group, with its own block size and window."""
+        return self._groups
 
     def on(self, pool: BlockPool) -> GroupTables:
         """The same for another pool."""
@@ -198,11 +202,6 @@ class GroupTables(BlockTables):
             if group.window is not None:
                 slid += group.slide(own, computed_tokens)
         return slid
-
-    def skip(self, table: BlockTable, computed_tokens: int) -> None:
-        """Let empty tables begin with NO_BLOCK for what no token after `computed_tokens` attends to."""
-        for group, own in self._pairs(table):
-            group.skip(own, computed_tokens)
 
     def computed(self, table: BlockTable, computed_tokens: int) -> list[int]:
         """The blocks with the KV of the first `computed_tokens` tokens, group by group, without NO_BLOCK entries."""

@@ -1,23 +1,21 @@
 """How the tables of the decode set change while it decodes: what each step takes and gives back, and how many steps that lasts.
 
-`Growth` is for one table a request, which only grows. `GroupGrowth` is for several, some of which slide.
+`Growth` is for one table a request, which only grows; `sliding_growth` has what slides, and several tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from copy import deepcopy
-from math import lcm
+from collections.abc import Callable, Iterable, Iterator
 
 from .decode import DecodeSet
-from .groups import GroupTable, GroupTables
 from .holdings import Holdings
-from .need import skipped_blocks
 from .request import Request
-from .tables import BlockTable
 
 Tables = tuple[tuple[int, ...], ...]
 """The block tables of one request, one a group."""
+
+Change = tuple[int, list[tuple[str, list[int]]], dict[int, list[int]], int]
+"""`(step, slid, taken, owned)`: what `slide` and `grow` return for a step, and the blocks that are owned then."""
 
 
 class Growth:
@@ -34,6 +32,27 @@ class Growth:
         """The steps from now, in [1, stop), in which tables may change."""
         return self.decode.steps_at(0, stop)
 
+    def through(self, stop: int, start_fs: int, before_fs: Callable[[int], int]) -> Iterator[Change]:
+        """Change the tables as steps 1, 2, … from now, before `stop`, change them; step i begins `before_fs(i)` after `start_fs`. Of use
+        to the end only: blocks are taken at once where neither time nor what slides comes between.
+        """
+        pool, steps = self.holdings.pool, self.changing_until(stop)
+        if pool.ages or self.slides:
+            for step in steps:
+                elapsed_fs = before_fs(step)
+                pool.tick(start_fs + elapsed_fs)
+                slid = self.slide(step, elapsed_fs, start_fs + elapsed_fs)
+                yield step, slid, self.grow(step, start_fs + elapsed_fs), pool.num_owned
+            return
+        owned = pool.num_owned
+        blocks = pool.allocate(sum([self.decode.num_needing_block(step) for step in steps]))
+        assert blocks is not None  # checked by whoever planned these steps
+        stock = iter(blocks)
+        for step in steps:
+            taken = self._give(self.decode.needing_block(step), stock, start_fs + before_fs(step))
+            owned += len(taken)
+            yield step, [], taken, owned
+
     def num_needed(self) -> int:
         """Blocks that the members take in the next step."""
         return self.decode.num_needing_block()
@@ -42,9 +61,19 @@ class Growth:
         """By how much the number of owned blocks grows in steps 1 to `ahead` from now."""
         return sum(self.decode.num_needing_block(step) for step in range(1, ahead + 1))
 
-    def steps_that_fit(self, free_blocks: int, limit: int, *, never_emptier: bool, before_taking: bool = False) -> int:
-        """How many of the steps 1, 2, … from now, at most `limit`, can be given blocks from `free_blocks`, and, if `never_emptier`,
-        leave the pool no emptier than it is now; with `before_taking`, not even between what slides and what is taken.
+    def most_taken(self, steps: int) -> int:
+        """Blocks that are taken in so many steps, at most."""
+        return len(self.decode) * -(-steps // self.decode.block_size)
+
+    def steps_taking(self, blocks: int, limit: int) -> int:
+        """How many of the steps 1, 2, … from now, at most `limit`, take no more than so many blocks in all."""
+        return self.decode.steps_that_fit(blocks, 1, limit)
+
+    def steps_that_fit(
+        self, free_blocks: int, limit: int, *, emptier_by: int | None = None, before_taking: bool = False
+    ) -> int:
+        """How many of the steps 1, 2, … from now, at most `limit`, can be given blocks from `free_blocks`, and leave the pool emptier than
+        it is now by at most `emptier_by` blocks, if that is given; with `before_taking`, also between what slides and what is taken.
         """
         return self.decode.steps_that_fit(free_blocks, 1, limit)
 
@@ -59,9 +88,13 @@ class Growth:
         needing = self.decode.needing_block(ahead)
         blocks = self.holdings.pool.allocate(len(needing))
         assert blocks is not None  # checked by whoever planned this step
-        self.holdings.table_blocks += len(blocks)
+        return self._give(needing, blocks, now_fs)
+
+    def _give(self, needing: list[Request], blocks: Iterable[int], now_fs: int) -> dict[int, list[int]]:
+        """A block of `blocks` to each."""
+        self.holdings.table_blocks += len(needing)
         grown: dict[int, list[int]] = {}
-        for request, block_id in zip(needing, blocks, strict=True):
+        for request, block_id in zip(needing, blocks):  # noqa: B905 - what is left is for later steps
             request.table.blocks.append(block_id)
             request.hold(1, now_fs)
             grown[request.order] = [block_id]
@@ -76,174 +109,3 @@ class Growth:
         for order, block_id in zip(needing, self.holdings.pool.peek(len(needing)), strict=True):
             future.setdefault(order, []).append(block_id)
         return lambda request: ((*request.table.blocks, *future.get(request.order, ())),)
-
-
-class GroupGrowth(Growth):
-    """A member takes a block in each group when the group's last one is full, and gives back what slid out of each window."""
-
-    slides = True
-
-    def __init__(self, decode: DecodeSet, holdings: Holdings, tables: GroupTables) -> None:
-        super().__init__(decode, holdings)
-        self._tables = tables
-        self._sizes = [group.block_size for group in tables.groups]
-        self._windows = sorted({group.window for group in tables.groups if group.window is not None})
-
-    def changing_until(self, stop: int) -> list[int]:
-        """The steps from now, in [1, stop), in which tables may change: who slides may have nothing to give."""
-        steps = set(self.decode.steps_at(0, stop))
-        return sorted(steps.union(*(self.decode.steps_at(window - 1, stop) for window in self._windows)))
-
-    def num_needed(self) -> int:
-        """Blocks that the members take in the next step."""
-        return sum(len(groups) for _, groups in self._needing(0))
-
-    def owned_change(self, ahead: int) -> int:
-        """What is taken, less what nobody holds any more. A shared block that slides out of some tables stays owned."""
-        taken = sum(len(groups) for step in range(1, ahead + 1) for _, groups in self._needing(step))
-        given: dict[int, int] = {}
-        private = 0
-        for request in self.decode:
-            computed = self.decode.computed(request) + ahead
-            for group, table in zip(self._tables.groups, request.table.groups, strict=True):
-                stop = skipped_blocks(computed, group.block_size, group.window)
-                private += max(stop - len(table), 0)  # taken and given back within these steps
-                for block_id in _live_before(table, stop):
-                    given[block_id] = given.get(block_id, 0) + 1
-        ref_cnt = self.holdings.pool.ref_cnt
-        return taken - private - sum(times == ref_cnt(block_id) for block_id, times in given.items())
-
-    def steps_that_fit(self, free_blocks: int, limit: int, *, never_emptier: bool, before_taking: bool = False) -> int:
-        """At least a prefix of the steps that fit; a stretch may be shorter than it could be, never longer.
-
-        In `slots_per_block` steps, a turn, each member takes the same number of blocks. A window gives one back for each that its
-        group takes once it is full, if nobody shares it: only those are counted on.
-        """
-        decode = self.decode
-        if not never_emptier and len(decode) * sum(-(-limit // size) for size in self._sizes) <= free_blocks:
-            return limit
-        turn = lcm(*self._sizes)
-        taken, sure, possible = self._flows(limit, turn)
-        if never_emptier:
-            balance = 0
-            for step in range(min(turn, limit)):  # later turns take no less and give no more than the first
-                lowest = balance - possible[step]
-                balance = lowest + taken[step]
-                if (lowest if before_taking else balance) < 0:
-                    limit = step
-                    break
-        deepest = used = 0
-        for step in range(turn):
-            used += taken[step] - sure[step]
-            deepest = max(deepest, used)
-        turns = limit // turn
-        if used:
-            turns = min(turns, max((free_blocks - deepest) // used + 1, 0))
-        elif deepest > free_blocks:
-            turns = 0
-        free_blocks -= turns * used
-        steps = turns * turn
-        while steps < limit:
-            free_blocks -= taken[steps % turn] - sure[steps % turn]
-            if free_blocks < 0:
-                break
-            steps += 1
-        return steps
-
-    def _flows(self, limit: int, turn: int) -> tuple[list[int], list[int], list[int]]:
-        """For steps 1 to `turn` from now: blocks taken, surely given back, and given back at most, if it goes on for `limit` steps."""
-        taken, sure, possible = [0] * turn, [0] * turn, [0] * turn
-        reading = bool(self.holdings.pool.being_read)  # what a copy reads comes back only when it is done
-        for request in self.decode:
-            first = self.decode.computed(request) + 1
-            alone = not request.shared_runs and not request.dropped_tokens and not reading
-            for group in self._tables.groups:
-                size, window = group.block_size, group.window
-                for step in range(-first % size, turn, size):
-                    taken[step] += 1
-                if window is None or first + limit - window < size:
-                    continue
-                for step in range((window - 1 - first) % size, turn, size):
-                    possible[step] += 1
-                    sure[step] += alone and first >= window
-        return taken, sure, possible
-
-    def slide(self, ahead: int, elapsed_fs: int, now_fs: int) -> list[tuple[str, list[int]]]:
-        """Members that have just joined give back what slid out of view in their prompts; the others, a block at a time."""
-        released = []
-        for request, slid in self._slide(ahead, self._tables, lambda request: request.table):
-            self.holdings.gave_back(request, slid, now_fs)
-            self.decode.empty(request, len(slid), elapsed_fs)
-            released.append((request.request_id, slid))
-        return released
-
-    def grow(self, ahead: int, now_fs: int) -> dict[int, list[int]]:
-        """In running order, for each request group by group."""
-        grown: dict[int, list[int]] = {}
-        for request, blocks in self._grow(ahead, self._tables, lambda request: request.table):
-            self.holdings.hold(request, len(blocks), now_fs)
-            grown[request.order] = blocks
-        return grown
-
-    def tables_in(self, ahead: int) -> Callable[[Request], Tables]:
-        """Found out by doing it, on a copy of the pool: who asks for a later step of a stretch pays for that."""
-        copies: dict[int, BlockTable] = {}
-        if ahead:
-            for request in self.decode:
-                own = [group.new(request.request_id) for group in self._tables.groups]
-                for copy, table in zip(own, request.table.groups, strict=True):
-                    copy.blocks = table.blocks.copy()
-                copies[request.order] = GroupTable(request.request_id, own)
-            tables = self._tables.on(deepcopy(self.holdings.pool))
-            for step in range(1, ahead + 1):
-                for _ in self._slide(step, tables, lambda request: copies[request.order]):
-                    pass
-                for _ in self._grow(step, tables, lambda request: copies[request.order]):
-                    pass
-        return lambda request: tuple(tuple(table.blocks) for table in copies.get(request.order, request.table).groups)
-
-    def _slide(
-        self, ahead: int, tables: GroupTables, table_of: Callable[[Request], BlockTable]
-    ) -> Iterator[tuple[Request, list[int]]]:
-        decode = self.decode
-        due = {} if ahead else {request.order: request for request in decode.fresh}
-        for window in self._windows:
-            due |= decode.at(ahead, window - 1)
-        for order in sorted(due):
-            request = due[order]
-            if slid := tables.slide(table_of(request), decode.computed(request) + ahead):
-                yield request, slid
-
-    def _grow(
-        self, ahead: int, tables: GroupTables, table_of: Callable[[Request], BlockTable]
-    ) -> Iterator[tuple[Request, list[int]]]:
-        needing = self._needing(ahead)
-        blocks = tables.pool.allocate(sum(len(groups) for _, groups in needing))
-        assert blocks is not None  # checked by whoever planned this step
-        left = iter(blocks)
-        for request, groups in needing:
-            own = [next(left) for _ in groups]
-            for index, block_id in zip(groups, own, strict=True):
-                table_of(request).groups[index].blocks.append(block_id)
-            yield request, own
-
-    def _needing(self, ahead: int) -> list[tuple[Request, list[int]]]:
-        """Members that need blocks in that step, in running order, with the groups in which they do."""
-        decode, sizes = self.decode, self._sizes
-        every = list(range(len(sizes)))
-        if len(set(sizes)) == 1:
-            return [(request, every) for request in decode.needing_block(ahead)]
-        found = []
-        for request in decode.needing_block(ahead):
-            computed = decode.computed(request) + ahead
-            found.append((request, [index for index in every if not computed % sizes[index]]))
-        return found
-
-
-def _live_before(table: BlockTable, stop: int) -> list[int]:
-    """The blocks that would slide out if the first `stop` did."""
-    start = stop = min(stop, len(table))
-    while start and table.blocks[start - 1]:
-        start -= 1
-    sink = [table.blocks[0]] if start and table.blocks[0] else []
-    return sink + table.blocks[start:stop]

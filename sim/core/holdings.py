@@ -143,7 +143,10 @@ class Holdings:
         )
 
     def _findable_by_others(self, request: Request, computed_tokens: int) -> int:
-        return min(computed_tokens // self.config.block_size, request.keys.num_shared)
+        findable = request.keys.num_shared
+        if request.spec.forking is not None and request.num_preemptions:  # its copies come back after it
+            findable = max(findable, request.computed_high // self.config.block_size)
+        return min(computed_tokens // self.config.block_size, findable)
 
     def publish(self, request: Request, computed_tokens: int) -> None:
         """Make all full blocks of a running request findable: for one that has gone on as a copy of it, and waits."""

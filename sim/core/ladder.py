@@ -18,6 +18,7 @@ SIGNALS: dict[str, str] = {
     "kv_usage": "share of the pool that is owned",
     "shortage": "blocks that the decoding requests will lack within the next two blocks' worth of steps, as a share of the pool",
     "queue_s": "seconds that the next request to be tried has waited",
+    "longest_queue_s": "seconds that the request below the guard that has waited longest has waited, wherever it stands in the queue",
     "preemptions": "preemptions within the last 64 decode steps",
     "workspace": "share of the memory left for steps that the latest step needed; such a ladder looks at every step",
     "oom": "out-of-memory events since the ladder was last all off",
@@ -27,7 +28,7 @@ SIGNALS: dict[str, str] = {
 ACTIONS: dict[str, str] = {
     "drop_cache": "cached blocks that nobody holds are forgotten",
     "no_reuse": "new requests neither look up nor leave anything in the prefix cache",
-    "pause_admission": "nobody below the guard is admitted",
+    "pause_admission": "nobody below the guard is admitted; the others go past them",
     "shrink_step": "a step computes at most a part of its token budget",
     "micro_batch": "a step is computed in several forward passes, each with a part of the temporary memory",
     "cap_new": "requests below the guard that start now get fewer output tokens",
@@ -37,9 +38,12 @@ ACTIONS: dict[str, str] = {
     "pause": "running requests below the guard give up their blocks until usage falls, saved or to be recomputed",
     "truncate": "running requests below the guard keep their first block and a window of their context",
     "run_on_cpu": "running requests below the guard go on on the CPU executor until usage falls, and come back when the rung is off",
-    "shed": "waiting requests below the guard are sent away with a time to come back",
+    "shed": "waiting requests below the guard are sent away, least important first, with a time to come back",
 }
 """What a rung can do, by name, and what its users see."""
+
+SECONDS = frozenset({"queue_s", "longest_queue_s"})
+"""Signals that are seconds waited."""
 
 WHOEVER_IT_IS = frozenset({"drop_cache", "offload_cache", "micro_batch"})
 """Actions on the engine as a whole: the guard spares nobody from them, and they take nothing from anybody's answer."""
@@ -61,7 +65,8 @@ class Rung:
     """Shortest time it stays on."""
     value: float = 0.0
     """What the action is measured by: the share of the token budget (`shrink_step`), passes (`micro_batch`, at least 2), output tokens
-    (`cap_new`, `cap_running`), context tokens kept (`truncate`), the usage to fall to (`swap_out`, `pause`, `run_on_cpu`)."""
+    (`cap_new`, `cap_running`), context tokens kept (`truncate`), the usage to fall to (`swap_out`, `pause`, `run_on_cpu`), the seconds
+    after which requests are sent away (`shed`, where the signal is not itself in seconds; else that is `off`)."""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -77,6 +82,13 @@ class Rung:
         self._check_value()
 
     def _check_value(self) -> None:
+        if self.action == "shed" and self.signal in SECONDS and self.value:
+            raise ConfigError(
+                f"rung shed has a value of {self.value:g}, but with the signal {self.signal} those go that have waited {self.off:g} s "
+                "(off); leave value out"
+            )
+        if self.action == "shed" and self.value < 0:
+            raise ConfigError(f"rung shed has a value of {self.value:g}; seconds waited, at least 0")
         if self.action == "micro_batch" and (self.value < 2 or self.value != int(self.value)):
             raise ConfigError(f"rung micro_batch needs a whole number of passes, at least 2, not {self.value:g}")
         needs_value = {"shrink_step", "cap_new", "cap_running", "truncate", "swap_out", "pause", "run_on_cpu"}
@@ -98,6 +110,11 @@ class LadderConfig:
     """In the order in which they go on; a rung goes on only when all milder rungs of the same signal are on."""
     guard_priority: int = 0
     """Requests whose priority is this or more important (smaller) are never degraded."""
+
+    @property
+    def counts_below_guard(self) -> bool:
+        """Whether it must know who waits below the guard, wherever they stand."""
+        return any(rung.action == "shed" or rung.signal == "longest_queue_s" for rung in self.rungs)
 
 
 def standard_ladder(ttft_limit_s: float = 2.0, guard_priority: int = 0) -> LadderConfig:
@@ -226,6 +243,8 @@ class Ladder:
             return max(0, view.blocks_needed_soon - view.num_free_blocks) / view.num_blocks
         if name == "queue_s":
             return view.oldest_wait_s
+        if name == "longest_queue_s":
+            return view.longest_wait_s
         if name == "preemptions":
             self._preemption_clocks = [clock for clock in self._preemption_clocks if view.decode_clock - clock < 64]
             return len(self._preemption_clocks)
@@ -240,7 +259,8 @@ class Ladder:
         knobs.step_share = active["shrink_step"].value if "shrink_step" in active else 1.0
         knobs.passes = int(active["micro_batch"].value) if "micro_batch" in active else 1
         knobs.cap_new = int(active["cap_new"].value) if "cap_new" in active else None
-        knobs.shed_after_s = active["shed"].off if "shed" in active else None
+        shed = active.get("shed")
+        knobs.shed_after_s = None if shed is None else shed.off if shed.signal in SECONDS else shed.value
 
 
 def check_ladder(config: LadderConfig, *, swap: bool, tier: bool = False, cpu: bool = False) -> None:

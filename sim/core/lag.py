@@ -77,6 +77,10 @@ class Lag:
             scheduler.catching_up[request.order] = request
             scheduler.catching_up = dict(sorted(scheduler.catching_up.items()))
 
+    def looks_back_fs(self, now_fs: int) -> int:
+        """How long ago what is known when the next step is planned was known."""
+        return 0 if self._seen_fs is None else now_fs - self._seen_fs
+
     def look_back(self, now_fs: int) -> None:
         """A plan is to be made: show what it may see."""
         seen_fs = now_fs if self._seen_fs is None else self._seen_fs
@@ -105,7 +109,7 @@ class Lag:
 
     def _enter(self, arrivals: list[Request]) -> None:
         for request in arrivals:
-            self._scheduler.waiting.add(request)
+            self._scheduler.enter(request)
         self.arrivals = self.arrivals[len(arrivals) :]
         self._scheduler.num_unseen = self.num_unseen
 

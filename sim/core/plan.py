@@ -81,6 +81,11 @@ class BatchShape:
         return tuple(made)
 
     @property
+    def computes(self) -> bool:
+        """Whether it has any tokens: a step without only begins copies."""
+        return bool(self.decode_seqs or self.prefill)
+
+    @property
     def prefill_tokens(self) -> int:
         """Prompt (or recomputed) tokens computed in the step."""
         return sum([num_tokens for num_tokens, _ in self.prefill]) if self.prefill else 0

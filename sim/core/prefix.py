@@ -23,16 +23,14 @@ class KeyTable:
 
     def chain(self, namespace: Namespace, span_tokens: int, contents: Iterable[Hashable]) -> list[int]:
         """For each of `contents`, which names `span_tokens` tokens, the chain that ends with it and starts in `namespace`."""
-        chains = self._chains
         last = self._intern((namespace, span_tokens))
+        chains, fresh = self._chains, self._next
         made: list[int] = []
         for content in contents:
-            link = (last, content.__class__, content)  # the class, because 1 == True == 1.0
-            found = chains.get(link)
-            if found is None:
-                found = chains[link] = self._next
-                self._next += 1
-            made.append(last := found)
+            last = chains.setdefault((last, content.__class__, content), fresh)  # the class, because 1 == True == 1.0
+            fresh += last == fresh
+            made.append(last)
+        self._next = fresh
         return made
 
     def private(self) -> int:

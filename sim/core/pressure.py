@@ -9,6 +9,7 @@ from .plan import BatchShape, OomReport
 from .relief import cap_output, pause_running, truncate_context
 from .request import Request
 from .scheduler import Scheduler
+from .shedding import shed
 
 _STEPS_TO_RECOVER = 16
 """Good steps after which the token cap that an out-of-memory step left behind doubles."""
@@ -69,8 +70,8 @@ class Pressure:
         return self._ladder.blocks_until_change(self._scheduler.view)
 
     def climb(self, now_fs: int) -> tuple[list[tuple[Rung, bool]], Draft] | None:
-        """Let the ladder react to the state before a step. Returns the rungs that moved, and what they took from running requests; None
-        without a ladder.
+        """Let the ladder react to the state before a step. Returns the rungs that moved, and what they took from running requests, and
+        whom they sent away; None without a ladder.
         """
         if self._ladder is None:
             return None
@@ -93,6 +94,7 @@ class Pressure:
                 scheduler.cpu_server.relieve(rung.value, relief, now_fs)
             elif rung.action in ("cap_running", "truncate"):
                 self._lighten(rung, relief, now_fs)
+        shed(scheduler, relief, scheduler.view.now_fs)
         return changes, relief
 
     def after_step(self, oom: OomReport | None, shape: BatchShape) -> tuple[Request, str] | None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .admission import Rejection
 from .blocks import NO_BLOCK
-from .clock import to_s
 from .draft import Draft
 from .preemption import worst_priority
 from .request import Request
@@ -22,40 +20,6 @@ def is_paused(scheduler: Scheduler, request: Request) -> bool:
         and not scheduler.knobs.admit_below_guard
         and not scheduler.knobs.spares(request.spec.priority)
     )
-
-
-def shed(scheduler: Scheduler, draft: Draft, now_fs: int) -> None:
-    """Send away queued requests that the ladder has given up on, as long as one of them is first."""
-    limit_s = scheduler.knobs.shed_after_s
-    while limit_s is not None and (request := scheduler.waiting.head()) is not None:
-        waited_s = to_s(now_fs - request.arrival_fs)
-        if (
-            scheduler.knobs.spares(request.spec.priority)
-            or waited_s < limit_s
-            or request.num_preemptions
-            or request.computed_high
-        ):
-            return
-        scheduler.waiting.pop()
-        request.degrade("shed")
-        ahead, rate = len(scheduler.waiting), scheduler.drain.requests_per_s()
-        retry_s = None if rate is None else (ahead + 1) / rate
-        again = (
-            ""
-            if retry_s is None
-            else f"; {ahead} are ahead and {rate:.3g} leave a second, so try again in {retry_s:.1f} s"
-        )
-        draft.turned_away.append(
-            (
-                request,
-                Rejection(
-                    code="shed",
-                    http_status=503,
-                    reason=f"the server is busy: waited {waited_s:.1f} s at priority {request.spec.priority}{again}",
-                    retry_after_s=retry_s,
-                ),
-            )
-        )
 
 
 def cap_output(scheduler: Scheduler, request: Request, output_tokens: int, action: str) -> None:
@@ -102,8 +66,9 @@ def pause_running(scheduler: Scheduler, usage: float, action: str, draft: Draft,
         below = {o: r for o, r in scheduler.running.items() if not scheduler.knobs.spares(r.spec.priority)}
         if not below or len(scheduler.running) == 1:
             return
-        victim = worst_priority(below, scheduler.decode.known)
-        if action == "swap_out" and scheduler.cpu_pool.num_free < len(victim.table):
+        group = scheduler.families.moving_with(worst_priority(below, scheduler.decode.known))
+        if action == "swap_out" and scheduler.cpu_pool.num_free < scheduler.swapping.most_blocks(group):
             return
-        victim.degrade(action)
-        scheduler.shortage.give_way(victim, draft, now_fs)
+        for victim in group:
+            victim.degrade(action)
+        scheduler.shortage.give_way(group, draft, now_fs)

@@ -21,17 +21,18 @@ from .decode import DecodeSet
 from .deferral import QueueWithAside
 from .draft import Draft, Share
 from .families import Families
-from .groups import GroupTables
-from .growth import GroupGrowth, Growth
+from .growth import Growth
 from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
 from .offload import Offload
 from .policy import Batching, Policy
-from .relief import shed
 from .request import Request, State
+from .shedding import BelowGuard
 from .shortage import Shortage
+from .sliding_growth import GroupGrowth
 from .starts import Starts
+from .swapping import Swapping
 from .tables import BlockTables
 from .view import EngineView
 
@@ -84,7 +85,7 @@ class Scheduler:
             self.cpu_server = CpuServer(policy.cpu_executor, self)
         self.growth = (
             GroupGrowth(self.decode, self.holdings, tables)
-            if isinstance(tables, GroupTables)
+            if config.kv_groups or config.sliding_window is not None
             else Growth(self.decode, self.holdings)
         )
         self.families = Families(self)
@@ -97,7 +98,11 @@ class Scheduler:
         self.aside: QueueWithAside | None = None
         """The queue once more, if the admission policy sets requests aside."""
         if admission.may_defer:
-            self.waiting = self.aside = QueueWithAside(self.waiting)
+            self.waiting = self.aside = QueueWithAside(self.waiting, self.view)
+        self.below_guard = BelowGuard() if policy.ladder is not None and policy.ladder.counts_below_guard else None
+        """Who of the waiting may be shed, if the ladder does that."""
+        self.swapping = Swapping(self)
+        """Saves requests in the CPU pool, and brings them back."""
         self.shortage = Shortage(self, tables, admission, policy)
         """Finds victims when blocks are short."""
         self.starts = Starts(self, tables, admission)
@@ -145,25 +150,26 @@ class Scheduler:
             return (
                 False  # a chunk's need falls by more than one when the head of its cached prefix goes before the rest
             )
-        head = self.waiting.head() if self.growth.slides else None
-        if head is not None and (self.offload is not None or self.holdings.find(head)):
-            return False  # a window's cached blocks may go, and those of another place, that somebody or a tier has, cost it less
+        if self.growth.slides and self.offload is not None:
+            return False  # a window's cached blocks may go, and those of another place, that a tier has, cost it less
+        if self.growth.slides and self._policy.eviction != "lru" and self.starts.blocked is not None:
+            return False  # which of the cached blocks that a window's head would find go, and when, is not known before
         return self._admission.steady and self.waiting.steady
 
     @property
     def prompts_first(self) -> bool:
         """Whether the waiting are tried before the running take their blocks."""
-        return self._policy.batching is Batching.PREFILL_FIRST
+        return self._policy.batching in (Batching.PREFILL_FIRST, Batching.DECODE_FIRST)
 
     def draft(self, now_fs: int) -> Draft:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
-        draft = Draft(budget=self._step_budget())
+        self.starts.blocked = None
+        draft = Draft(budget=self._step_budget(), resting=self.families.undecided)
         if self.growth.slides:
             draft.released += self.growth.slide(0, 0, now_fs)
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
             draft.budget_below_guard = max(1, int(draft.budget * self.knobs.step_share))
-        shed(self, draft, self.view.now_fs)
         batching, limits = self._policy.batching, self.limits
         if limits is not None:
             draft.prompt_budget = limits.max_prefill_tokens or draft.prompt_budget
@@ -193,7 +199,7 @@ class Scheduler:
         if len(self.decode) or draft.shares or draft.changed_queue or draft.blocks_come:
             draft.turn_left = self._decodes_until - self.steps_done
             return True
-        draft.resting = frozenset()
+        draft.resting = self.families.undecided
         return False
 
     def _serve_running(self, draft: Draft, now_fs: int) -> None:
@@ -262,7 +268,7 @@ class Scheduler:
 
     def _serve_prompts(self, draft: Draft, now_fs: int) -> None:
         """A step of prompts only: go on with those that were begun, as far as blocks are free."""
-        for request in self.catching_up.values():
+        for request in self._awake(draft):
             if (
                 is_prompt(request)
                 and draft.budget
@@ -366,6 +372,19 @@ class Scheduler:
         del self.running[request.order]
         self._running_changes += 1
         self.catching_up.pop(request.order, None)
+
+    def enter(self, request: Request) -> bool:
+        """Take in an arrival; True when it became the head of the queue."""
+        if request.spec.forking is not None and self.families.join(request):
+            return False
+        return self.enqueue(request)
+
+    def enqueue(self, request: Request) -> bool:
+        """Queue a request that has never been queued; True when it became the head."""
+        became_head = self.waiting.add(request)
+        if self.below_guard is not None and not self.knobs.spares(request.spec.priority):
+            self.below_guard.note(request, len(self.waiting))
+        return became_head
 
     def take_back(self, draft: Draft, now_fs: int) -> None:
         """Undo the allocations of a step that computed nothing."""

@@ -6,6 +6,7 @@ Source: vLLM V1 `Scheduler.schedule`, running pass and preemption (engine-polici
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .admission import Admission
@@ -57,13 +58,15 @@ class Shortage:
                 continue
             while (num_tokens := scheduler.serve(request, asked, draft, now_fs)) is None:
                 victim = self._policy.victim(scheduler.running, scheduler.decode.known)
-                if victim.order not in draft.resting:
-                    place = order.index(victim)
-                    del order[place]
-                    position -= place < position
-                self._undo(victim, served, draft)
-                self.give_way(victim, draft, now_fs)
-                if victim is request:
+                group = scheduler.families.moving_with(victim)
+                for member in group:
+                    if member.order not in draft.resting:
+                        place = order.index(member)
+                        del order[place]
+                        position -= place < position
+                    self._undo(member, served, draft)
+                self.give_way(group, draft, now_fs)
+                if request in group:
                     break
             if num_tokens is None:
                 break  # a request that had to give up its own blocks ends the pass, as in vLLM
@@ -103,28 +106,27 @@ class Shortage:
                 copy for copy in draft.copies if copy[1] not in taken_back and copy[1] not in victim.table.blocks
             ]
 
-    def give_way(self, victim: Request, draft: Draft, now_fs: int) -> None:
-        """Take a running request's blocks, and put it where it can come back from: the CPU pool if allowed and free, else the queue."""
+    def give_way(self, group: Sequence[Request], draft: Draft, now_fs: int) -> None:
+        """Take the blocks of running requests that move together (`Families.moving_with`), and put them where they can come back from:
+        the CPU pool if allowed and free, else the queue.
+        """
         scheduler = self._scheduler
-        if victim.decoding:
-            scheduler.decode.leave(victim)
-        victim.computed_high = max(victim.computed_high, victim.num_computed_tokens)
-        victim.num_preemptions += 1
-        draft.preempted.append(victim)
-        scheduler.holdings.slide(victim, victim.num_computed_tokens, draft, now_fs)
-        kept = self._tables.computed(victim.table, victim.num_computed_tokens)
-        may_swap = self._policy.swap and kept and not victim.dropped_tokens
-        cpu_blocks = scheduler.cpu_pool.allocate(len(kept)) if may_swap else None
-        if cpu_blocks is not None:
-            draft.swap_outs.append((victim.request_id, list(zip(kept, cpu_blocks, strict=True))))
-            victim.cpu_blocks = cpu_blocks
-            victim.state = State.SWAPPED
-            scheduler.swapped.appendleft(victim)
-        why = "preempted" if cpu_blocks is None else "swapped out"
-        draft.released.append((victim.request_id, scheduler.holdings.release(victim, why, now_fs, reusable=True)))
-        scheduler.remove(victim)
-        if cpu_blocks is None:
-            victim.num_computed_tokens = victim.dropped_tokens = 0
-            victim.state = State.WAITING
-            scheduler.waiting.put_back(victim)
-        self._admission.preempted(scheduler.view_at(now_fs))
+        for victim in group:
+            if victim.decoding:
+                scheduler.decode.leave(victim)
+            victim.computed_high = max(victim.computed_high, victim.num_computed_tokens)
+            victim.num_preemptions += 1
+            scheduler.holdings.slide(victim, victim.num_computed_tokens, draft, now_fs)
+        swapped = self._policy.swap and scheduler.swapping.save(group, draft)
+        why = "swapped out" if swapped else "preempted"
+        for victim in reversed(group):
+            draft.preempted.append(victim)
+            draft.released.append((victim.request_id, scheduler.holdings.release(victim, why, now_fs, reusable=True)))
+            scheduler.remove(victim)
+            if swapped:
+                scheduler.swapped.appendleft(victim)
+            else:
+                victim.num_computed_tokens = victim.dropped_tokens = 0
+                victim.state = State.WAITING
+                scheduler.waiting.put_back(victim)
+            self._admission.preempted(scheduler.view_at(now_fs))

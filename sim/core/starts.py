@@ -1,15 +1,19 @@
 """Starts: who of the waiting begins to run in the step that is drafted.
 
 Those whose prefix has been loaded hold their blocks already and go first, then the swapped, then the head of the queue, as long as the
-budgets last. The head is never overtaken. Source: vLLM V1 `Scheduler.schedule`, waiting pass (engine-policies §1.1.2).
+budgets last. The head is never overtaken, but by important requests while the ladder keeps it out.
+Source: vLLM V1 `Scheduler.schedule`, waiting pass (engine-policies §1.1.2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from .admission import Admission, Deferral, Rejection
+from .batching import is_prompt
 from .blocks import NO_BLOCK
 from .draft import Draft, Share
 from .loads import Loading
@@ -22,6 +26,16 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Why whoever is first cannot start in this step, in blocks."""
+
+    need: int
+    """Blocks without which it cannot start, whatever else changes; 0 if that is not known."""
+    hits: Sequence[int] | None
+    """What it found in the prefix cache; None if more than that matters."""
+
+
 class Starts:
     """Takes requests out of the queues of a scheduler and gives them their first blocks."""
 
@@ -29,6 +43,10 @@ class Starts:
         self._scheduler = scheduler
         self._tables = tables
         self._admission = admission
+        self.blocked: Blocked | None = None
+        """Of the step that is drafted: who was tried last and lacks blocks. None if nobody does: then the next steps, in which budgets
+        and slots are the same, try nobody either.
+        """
 
     def admit(self, draft: Draft, now_fs: int) -> None:
         """Let the swapped back in, then start whoever is first in the queue, as long as the budgets last.
@@ -42,54 +60,67 @@ class Starts:
                 return
             if not self._start_loaded(scheduler.offload.loads.ready[0], draft, now_fs):
                 return
-        while scheduler.swapped and not is_paused(scheduler, scheduler.swapped[0]):
-            if not draft.budget or len(scheduler.running) >= slots or not self._resume(draft, now_fs):
+        while (
+            swapped := next((each for each in scheduler.swapped if not is_paused(scheduler, each)), None)
+        ) is not None:
+            if not draft.budget or len(scheduler.running) >= slots or not self._resume(swapped, draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
         if scheduler.aside is not None and draft.budget and len(scheduler.running) < slots:
             scheduler.aside.begin_round()
         while draft.budget and len(scheduler.running) < slots:
-            request = scheduler.waiting.head()
+            request = self._next()
             if request is None or not self._try_start(request, draft, now_fs):
                 return
 
-    def _resume(self, draft: Draft, now_fs: int) -> bool:
-        """Bring back the first of the swapped, if its blocks and those of its next tokens are free."""
+    def _next(self) -> Request | None:
+        """Who is to be tried next. While the ladder keeps the unimportant out, those that stand before are passed over; the first of them
+        hears of it.
+        """
+        waiting = self._scheduler.waiting
+        request = waiting.head()
+        if request is None or not is_paused(self._scheduler, request):
+            return request
+        request.degrade("pause_admission")
+        return waiting.head(important=True)
+
+    def _resume(self, request: Request, draft: Draft, now_fs: int) -> bool:
+        """Bring back a swapped request, if its blocks and those of its next tokens are free; with it those that it moved with. They come
+        back together, or, if there is not room for all of them though nothing runs, one by one.
+        """
         scheduler = self._scheduler
-        request = scheduler.swapped[0]
-        computed = request.num_computed_tokens
-        num_tokens = min(request.num_tokens - computed, scheduler.allowed(request, draft))
-        if not num_tokens:
-            return False
         if outgrown := scheduler.outgrown(request, *scheduler.next_need(request, draft.budget)):
             scheduler.drop_swapped(request)
             draft.unservable.append((request, outgrown))
             return True
-        restored = self._tables.restore(request.table, computed, num_tokens)
-        if restored is None:
+        group = scheduler.families.swapped_with(request)
+        if len(group) > 1:
+            room = scheduler.config.max_num_seqs - scheduler.num_slots_taken
+            fits = len(group) <= min(room, scheduler.allowed(request, draft))
+            fits = fits and sum(map(is_prompt, group)) <= draft.prompts_left
+            if fits and scheduler.swapping.bring_back(group, [1] * len(group), draft, now_fs):
+                return True
+            if scheduler.running:
+                self.blocked = Blocked(0, ())
+                return False
+        missing = request.num_tokens - request.num_computed_tokens
+        num_tokens = min(missing, scheduler.allowed(request, draft))
+        if not num_tokens:
             return False
-        saved, allocation = restored
-        scheduler.swapped.popleft()
-        draft.swap_ins.append((request.request_id, list(zip(request.cpu_blocks, saved, strict=True))))
-        scheduler.free_cpu_blocks(request)
-        scheduler.run(request, now_fs)
-        scheduler.holdings.hold(request, len(allocation.new_blocks), now_fs)
-        scheduler.take(request, num_tokens, draft)
-        draft.admitted.append(request)
-        draft.shares[request.order] = Share(request, num_tokens, computed, allocation.new_blocks)
-        return True
+        self.blocked = Blocked(0, ())
+        return scheduler.swapping.bring_back([request], [num_tokens], draft, now_fs)
 
     def _try_start(self, request: Request, draft: Draft, now_fs: int) -> bool:
         """Start the head of the queue, or send it away; False leaves it where it is."""
         scheduler = self._scheduler
         config, tables = scheduler.config, self._tables
-        if is_paused(scheduler, request):
-            request.degrade("pause_admission")
-            return False
         if outgrown := scheduler.outgrown(request, request.num_tokens, scheduler.holdings.whole_blocks(request)):
-            scheduler.waiting.pop()  # preempted at a length at which it could not come back
+            scheduler.waiting.pop(request)  # preempted at a length at which it could not come back
             draft.unservable.append((request, outgrown))
             return True
         hits = scheduler.holdings.find(request)
+        if request.spec.forking is not None and scheduler.running and not self._fits_with_others(request):
+            self.blocked = Blocked(0, None)
+            return False
         if (
             scheduler.offload is not None
             and (tried := self._load(scheduler.offload, request, hits, draft, now_fs)) is not None
@@ -105,10 +136,10 @@ class Starts:
             num_tokens = scheduler.holdings.fitting(hit_tokens, num_tokens)
             least = config.blocks_at(hit_tokens, hit_tokens + num_tokens)
             if outgrown := scheduler.outgrown(request, hit_tokens + num_tokens, least):
-                scheduler.waiting.pop()  # not even a token at a time
+                scheduler.waiting.pop(request)  # not even a token at a time
                 draft.unservable.append((request, outgrown))
                 return True
-        need = tables.need(request.table, 0, num_tokens, hits)
+        first = need = tables.need(request.table, 0, num_tokens, hits)
         if config.reserve_full_prompt:
             need = max(need, scheduler.holdings.prompt_blocks(request, hits))
         may_start = self._may_start(request, need, draft, now_fs)
@@ -116,8 +147,9 @@ class Starts:
             return True
         allocation = tables.grow(request.table, 0, num_tokens, hits) if may_start else None
         if allocation is None:
+            self.blocked = Blocked(first if may_start else need, hits)
             return False
-        scheduler.waiting.pop()
+        scheduler.waiting.pop(request)
         scheduler.run(request, now_fs)
         request.num_computed_tokens = hit_tokens
         request.num_registered = hit_tokens // config.block_size
@@ -130,6 +162,20 @@ class Starts:
         self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
         return True
 
+    def _fits_with_others(self, request: Request) -> bool:
+        """Whether there is room for all that gave way with a request, those that they will share counted once."""
+        scheduler = self._scheduler
+        group = scheduler.families.waiting_with(request)
+        if len(group) < 2:
+            return True
+        need, taken = 0, set[int]()
+        for each in group:
+            hits = scheduler.holdings.find(each)
+            need += scheduler.holdings.whole_blocks(each) - len(hits)
+            taken.update(block_id for block_id in hits if block_id != NO_BLOCK and not scheduler.pool.ref_cnt(block_id))
+        room = scheduler.config.max_num_seqs - scheduler.num_slots_taken
+        return len(group) <= room and need + len(taken) <= scheduler.pool.num_free
+
     def _may_start(self, request: Request, need: int, draft: Draft, now_fs: int) -> bool | None:
         """What the admission policy says of the head of the queue; None if that took it out of the line, aside or away."""
         scheduler = self._scheduler
@@ -140,7 +186,7 @@ class Starts:
         elif not isinstance(said, Rejection):
             return bool(said)
         if said is not None:
-            scheduler.waiting.pop()
+            scheduler.waiting.pop(request)
             draft.turned_away.append((request, said))
         return None
 
@@ -175,7 +221,7 @@ class Starts:
             return True
         if not may_start or need > scheduler.pool.num_free:
             return False
-        scheduler.waiting.pop()
+        scheduler.waiting.pop(request)
         scheduler.num_admissions += 1
         offload.saves.used(chain.from_iterable(reach.hits))
         loads.begin(request, reach, lengths, now_fs)
@@ -200,6 +246,6 @@ class Starts:
     def admits_copy(self, request: Request, now_fs: int) -> bool:
         """Whether a request that would share another one's blocks, and need one of its own in each group next, may run now."""
         scheduler = self._scheduler
-        if len(scheduler.running) >= scheduler.config.max_num_seqs or is_paused(scheduler, request):
+        if scheduler.num_slots_taken >= scheduler.config.max_num_seqs or is_paused(scheduler, request):
             return False
         return self._admission.may_start(request, len(scheduler.config.groups), scheduler.view_at(now_fs)) is True

@@ -35,13 +35,15 @@ def shape_of(draft: Draft, scheduler: Scheduler, decisions: Decisions) -> BatchS
     )
 
 
-def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | None) -> int:
+def steps_alike(draft: Draft, scheduler: Scheduler, room: int, taken: int | None, max_steps: int | None) -> int:
     """How often a drafted step repeats itself before a decision could differ, if nothing arrives and nobody leaves.
 
-    `room` is how many blocks may be taken before something else than the pool would decide differently. While members of the
+    `room` is by how many blocks the pool may get fuller before something else than the pool would decide differently, and `taken` how many
+    may be taken, whatever comes back meanwhile; None for any number. While members of the
     decode set only grow, the pool only gets fuller, so a request that cannot start now cannot start later in the stretch:
     evicting a cached block it would have found costs it a hit and saves it a revival. Where windows slide, the pool may also get
-    emptier, and the stretch ends before that if somebody waits. Where prompts go first, they are tried between the two.
+    emptier: the stretch ends before whoever waits has the blocks that it lacks, and before a block that it would find is taken (then it
+    may find others, which cost it less). Where prompts go first, they are tried between what slides and what is taken.
     """
     stands_still = not scheduler.catching_up and scheduler.steady
     if draft.shares or draft.changed_queue or draft.decodes_rest or not (stands_still or draft.turn_left):
@@ -53,14 +55,19 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
         limit = min(limit, max_steps)
     if scheduler.families:
         limit = scheduler.families.steps_to_next(limit)
-    somebody_waits = (len(scheduler.waiting) or scheduler.swapped) and len(
-        scheduler.running
-    ) < scheduler.config.max_num_seqs
-    return 1 + scheduler.growth.steps_that_fit(
-        min(room, scheduler.pool.num_free),
-        limit - 1,
-        never_emptier=bool(somebody_waits),
-        before_taking=scheduler.prompts_first,
+    if taken is not None:
+        limit = 1 + scheduler.growth.steps_taking(taken, limit - 1)
+    growth, pool, blocked = scheduler.growth, scheduler.pool, scheduler.starts.blocked
+    spare = None
+    if blocked is not None and growth.slides:
+        if blocked.hits is None:
+            return 1
+        if blocked.hits:
+            untouched = pool.untouched(blocked.hits, growth.most_taken(limit - 1))
+            limit = 1 + growth.steps_taking(untouched, limit - 1)
+        spare = max(blocked.need - pool.num_free - 1, 0)
+    return 1 + growth.steps_that_fit(
+        min(room, pool.num_free), limit - 1, emptier_by=spare, before_taking=scheduler.prompts_first
     )
 
 

@@ -52,6 +52,15 @@ class BlockTables:
         """Sliding attention window in tokens; None for full attention."""
         self.on_device = OnDevice(pool)
 
+    @property
+    def groups(self) -> Sequence[BlockTables]:
+        """One for each attention group: this one, of a model with one kind of layer (else see `groups.GroupTables`)."""
+        return (self,)
+
+    def on(self, pool: BlockPool) -> BlockTables:
+        """The same for another pool."""
+        return BlockTables(pool, self.block_size, self.window)
+
     def new(self, owner: str) -> BlockTable:
         """An empty table."""
         return BlockTable(owner)
@@ -216,21 +225,6 @@ class BlockTables:
         """The blocks with the KV of the first `computed_tokens` tokens, without NO_BLOCK entries: what a swap has to save."""
         stop = blocks_for(computed_tokens, self.block_size)
         return [block_id for block_id in table.blocks[:stop] if block_id != NO_BLOCK]
-
-    def restore(self, table: BlockTable, computed_tokens: int, new_tokens: int) -> tuple[list[int], Allocation] | None:
-        """Grow an empty table for a request that comes back from the CPU pool with `computed_tokens` tokens; first in what is returned
-        are the blocks to copy those to, in the order of `computed`. None, and nothing changed, when the pool has too few free blocks.
-        """
-        self.skip(table, computed_tokens)
-        allocation = self.grow(table, computed_tokens, new_tokens)
-        if allocation is None:
-            self.truncate(table, 0, table.owner)  # nothing but NO_BLOCK entries
-            return None
-        return self.computed(table, computed_tokens), allocation
-
-    def skip(self, table: BlockTable, computed_tokens: int) -> None:
-        """Let an empty table begin with NO_BLOCK for what no token after `computed_tokens` attends to."""
-        table.blocks.extend([NO_BLOCK] * skipped_blocks(computed_tokens, self.block_size, self.window))
 
     def written(self, table: BlockTable, computed_tokens: int, new_tokens: int) -> range:
         """Indexes of the blocks the table has already that tokens `[computed_tokens, computed_tokens + new_tokens)` go to."""

@@ -148,6 +148,15 @@ class EngineView:
         return to_s(self.now_fs - head.arrival_fs) if head is not None else 0.0
 
     @property
+    def longest_wait_s(self) -> float:
+        """How long the request below the ladder's guard that has waited longest, and has not run, has waited, wherever it stands.
+        Counted for a ladder that sheds; 0 without one.
+        """
+        below = self._scheduler.below_guard
+        oldest_fs = None if below is None else below.oldest_fs()
+        return 0.0 if oldest_fs is None else to_s(self.now_fs - oldest_fs)
+
+    @property
     def num_running(self) -> int:
         """Admitted requests: those included that hold a slot a step longer with asynchronous scheduling, and whose prefix is loaded."""
         scheduler = self._scheduler
@@ -164,6 +173,10 @@ class EngineView:
         """Queued requests, preempted and swapped ones included, and those that will start as copies of another one."""
         return self._scheduler.num_queued
 
+    def spares(self, priority: int) -> bool:
+        """Whether the degradation ladder never touches requests of this priority."""
+        return self._scheduler.knobs.spares(priority)
+
     def is_queued(self, request_id: str) -> bool:
         """Whether a request waits and has never run: nothing is lost but its place if it is sent away."""
         request = self._scheduler.requests.get(request_id)
@@ -178,7 +191,7 @@ class EngineView:
     def num_in_flight(self) -> int:
         """Requests in the engine: running, queued, or served by the CPU executor."""
         server = self._scheduler.cpu_server
-        return self.num_running + self.num_waiting + (0 if server is None else len(server.serving))
+        return self.num_running + self.num_waiting + (0 if server is None else server.num_slots_taken)
 
     @property
     def waiting_prompt_tokens(self) -> int:
@@ -192,7 +205,7 @@ class EngineView:
 
     @property
     def has_full_attention(self) -> bool:
-        """Whether requests keep every block. With a sliding window they do not, and each is scheduled one by one."""
+        """Whether requests keep every block. With a sliding window they give back what is out of view while they run."""
         return not self._scheduler.holdings.windows
 
     @property

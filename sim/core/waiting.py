@@ -1,4 +1,8 @@
-"""The queue of requests that wait for admission, and the orders it can have."""
+"""The queue of requests that wait for admission, and the orders it can have.
+
+A queue keeps those whom the degradation ladder spares (the important) apart from the others, so that it can name the first of them at
+any time: while the ladder keeps the others out, those are passed over and keep their places.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +38,12 @@ class WaitingQueue(Protocol):
         """Hear that a request which was never queued has got its first token, as a copy of one that runs."""
         ...
 
-    def head(self) -> Request | None:
-        """The next request to try."""
+    def head(self, *, important: bool = False) -> Request | None:
+        """The next request to try; with `important`, the next of those whom the ladder spares (`EngineView.spares`)."""
         ...
 
-    def pop(self) -> Request:
-        """Take the head."""
+    def pop(self, request: Request) -> None:
+        """Take a request that `head` has just named."""
         ...
 
     def discard(self, request: Request) -> None:
@@ -53,34 +57,52 @@ class FcfsQueue:
     steady = True
 
     def __init__(self, view: EngineView | None = None) -> None:
-        self._queue: deque[Request] = deque()
+        self._view = view
+        self._important: deque[tuple[int, Request]] = deque()
+        self._others: deque[tuple[int, Request]] = deque()
+        """Both with the places in the one queue, smallest first."""
+        self._first = self._last = 0
         self._ended = 0
 
     def __len__(self) -> int:
-        return len(self._queue) - self._ended
+        return len(self._important) + len(self._others) - self._ended
 
     def add(self, request: Request) -> bool:
         """Queue at the back."""
-        self._queue.append(request)
+        self._last += 1
+        self._lane(request).append((self._last, request))
         return len(self) == 1
 
     def put_back(self, request: Request) -> None:
         """Queue at the front."""
-        self._queue.appendleft(request)
+        self._first -= 1
+        self._lane(request).appendleft((self._first, request))
 
     def started(self, request: Request) -> None:
         """Nothing depends on it."""
 
-    def head(self) -> Request | None:
+    def head(self, *, important: bool = False) -> Request | None:
         """The oldest arrival, or the request preempted last."""
-        while self._queue and self._queue[0].state is State.ENDED:
-            self._queue.popleft()
-            self._ended -= 1
-        return self._queue[0] if self._queue else None
+        if self._ended:
+            self._drop_ended(self._important)
+            self._drop_ended(self._others)
+        first, other = self._important, self._others
+        if not first or (other and other[0] < first[0]):
+            first = self._important if important else other
+        return first[0][1] if first else None
 
-    def pop(self) -> Request:
-        """Take the head; call after `head` returned it."""
-        return self._queue.popleft()
+    def pop(self, request: Request) -> None:
+        """Take a request that `head` has just named."""
+        self._lane(request).popleft()
+
+    def _lane(self, request: Request) -> deque[tuple[int, Request]]:
+        spared = self._view is not None and self._view.spares(request.spec.priority)
+        return self._important if spared else self._others
+
+    def _drop_ended(self, lane: deque[tuple[int, Request]]) -> None:
+        while lane and lane[0][1].state is State.ENDED:
+            lane.popleft()
+            self._ended -= 1
 
     def discard(self, request: Request) -> None:
         """The request stays in place until it comes to the head."""
@@ -94,13 +116,15 @@ class KeyedQueue:
 
     steady = True
 
-    def __init__(self, key: Callable[[Request], float]) -> None:
+    def __init__(self, key: Callable[[Request], float], view: EngineView | None = None) -> None:
         self._key = key
-        self._heap: list[tuple[float, int, int, Request]] = []
+        self._view = view
+        self._important: list[tuple[float, int, int, Request]] = []
+        self._others: list[tuple[float, int, int, Request]] = []
         self._ended = 0
 
     def __len__(self) -> int:
-        return len(self._heap) - self._ended
+        return len(self._important) + len(self._others) - self._ended
 
     def add(self, request: Request) -> bool:
         """Queue by key."""
@@ -109,21 +133,33 @@ class KeyedQueue:
 
     def put_back(self, request: Request) -> None:
         """Queue by key."""
-        heappush(self._heap, (self._key(request), request.arrival_fs, request.seq, request))
+        heappush(self._lane(request), (self._key(request), request.arrival_fs, request.seq, request))
 
     def started(self, request: Request) -> None:
         """Nothing depends on it."""
 
-    def head(self) -> Request | None:
+    def head(self, *, important: bool = False) -> Request | None:
         """The request with the smallest key, the oldest of them."""
-        while self._heap and self._heap[0][3].state is State.ENDED:
-            heappop(self._heap)
-            self._ended -= 1
-        return self._heap[0][3] if self._heap else None
+        if self._ended:
+            self._drop_ended(self._important)
+            self._drop_ended(self._others)
+        first, other = self._important, self._others
+        if not first or (other and other[0] < first[0]):
+            first = self._important if important else other
+        return first[0][3] if first else None
 
-    def pop(self) -> Request:
-        """Take the head; call after `head` returned it."""
-        return heappop(self._heap)[3]
+    def pop(self, request: Request) -> None:
+        """Take a request that `head` has just named."""
+        heappop(self._lane(request))
+
+    def _lane(self, request: Request) -> list[tuple[float, int, int, Request]]:
+        spared = self._view is not None and self._view.spares(request.spec.priority)
+        return self._important if spared else self._others
+
+    def _drop_ended(self, lane: list[tuple[float, int, int, Request]]) -> None:
+        while lane and lane[0][3].state is State.ENDED:
+            heappop(lane)
+            self._ended -= 1
 
     def discard(self, request: Request) -> None:
         """The request stays in place until it comes to the head."""
@@ -132,7 +168,7 @@ class KeyedQueue:
 
 def priority_queue(view: EngineView | None = None) -> KeyedQueue:
     """Strictly by priority, smallest first (vLLM V1 priority scheduling)."""
-    return KeyedQueue(lambda request: request.spec.priority)
+    return KeyedQueue(lambda request: request.spec.priority, view)
 
 
 def aging_queue(fs_per_level: int) -> Callable[[EngineView], KeyedQueue]:
@@ -140,4 +176,4 @@ def aging_queue(fs_per_level: int) -> Callable[[EngineView], KeyedQueue]:
 
     All requests age alike, so the order of two never changes and the key is fixed: arrival + priority x fs_per_level.
     """
-    return lambda view: KeyedQueue(lambda request: request.arrival_fs + request.spec.priority * fs_per_level)
+    return lambda view: KeyedQueue(lambda request: request.arrival_fs + request.spec.priority * fs_per_level, view)

@@ -97,7 +97,7 @@ class Recorder:
         """A plan starts. One that only begins copies takes no time and has no row."""
         self.num_events += len(plan.admitted) + len(plan.preempted)
         self.marks += [(plan.start_fs, "preempted", request_id) for request_id in plan.preempted]
-        if not plan.shape.num_tokens:
+        if not plan.shape.computes:
             self._row = None
             return
         pool = core.pool
@@ -187,8 +187,9 @@ class Recorder:
         # A step that ran out of memory writes nothing: it has the tokens of the step before it.
         failed = result.steps - 1 if result.oom is not None and committed.computed else None
         start_fs = start_moment_fs = 0
+        ends = [*[step for step, _ in committed.usage[1:]], result.steps]
         for index, (step, used) in enumerate(committed.usage):
-            next_step = committed.usage[index + 1][0] if index + 1 < len(committed.usage) else result.steps
+            next_step = ends[index]
             end_fs, end_moment_fs = durations.before_fs(next_step), durations.moment_fs(next_step)
             if failed is not None and next_step > failed:
                 end_moment_fs -= end_fs - durations.before_fs(failed)

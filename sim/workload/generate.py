@@ -12,6 +12,7 @@ from sim.workload.arrivals import ArrivalProcess, Batch, Poisson
 from sim.workload.builtin import TokenRange, check_name, draw_bodies, own_arrivals, own_bursts, source_note
 from sim.workload.errors import WorkloadError, whole_number
 from sim.workload.on_off import OnOff
+from sim.workload.senders import drawn, with_senders
 from sim.workload.streams import stream
 from sim.workload.trace import Trace, mean_rate_per_s
 
@@ -51,6 +52,8 @@ def build_requests(
     cancel_age_mean_s: float = DEFAULT_CANCEL_AGE_MEAN_S,
     timeout_s: float | None = None,
     priorities: Mapping[int, float] | None = None,
+    tenants: Mapping[str, float] | None = None,
+    loras: Mapping[str, float] | None = None,
     input_tokens: TokenRange | None = None,
     output_tokens: TokenRange | None = None,
     spread_ticks: bool = True,
@@ -67,7 +70,8 @@ def build_requests(
 
     A share `cancel_rate` of the clients goes away at an age that is exponentially distributed with mean
     `cancel_age_mean_s`; raising the share adds cancelling clients and changes no other. `timeout_s` is set on every
-    request. `priorities` maps a priority (smaller is more important) to the share of requests that have it.
+    request. `priorities` maps a priority (smaller is more important) to the share of requests that have it,
+    `tenants` and `loras` a sender and an adapter likewise; what adapters leave of 1 asks for the base model.
     `input_tokens` and `output_tokens` take the place of a built-in's own lengths: one length, or (smallest, largest).
     Replications of one seed are independent of each other; the same seed and replication give the same requests,
     whatever else changes.
@@ -121,7 +125,9 @@ def build_requests(
             notes=(source_note(source), process.describe()),
             offered_rate_per_s=process.rate_per_s,
         )
-    return _with_clients(built, cancel_rate, cancel_age_mean_s, timeout_s, priorities, seed, replication)
+    built = _with_clients(built, cancel_rate, cancel_age_mean_s, timeout_s, priorities, seed, replication)
+    sent, notes = with_senders(built.requests, tenants, loras, seed, replication)
+    return replace(built, requests=sent, notes=(*built.notes, *notes))
 
 
 def _from_trace(
@@ -190,7 +196,9 @@ def _with_clients(
     if timeout_s is not None:
         notes.append(f"every client gives up after {timeout_s:g} s")
     if priorities is not None:
-        ranks = _priorities(priorities, stream(seed, "priority", replication).random(count).tolist())
+        for priority in priorities:
+            whole_number("a priority", priority, least=LEAST_PRIORITY)
+        ranks = drawn("priority", priorities, seed, replication, count)
         notes.append(
             "priorities were drawn: "
             + ", ".join(f"{priority} for {share:.0%}" for priority, share in sorted(priorities.items()))
@@ -202,19 +210,6 @@ def _with_clients(
         for spec, cancel_s, rank in zip(built.requests, cancels, ranks, strict=True)
     )
     return replace(built, requests=requests, notes=tuple(notes))
-
-
-def _priorities(shares: Mapping[int, float], uniform: list[float]) -> list[int]:
-    for priority in shares:
-        whole_number("a priority", priority, least=LEAST_PRIORITY)
-    if any(not share >= 0 for share in shares.values()) or not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
-        raise WorkloadError(f"priorities is {dict(shares)!r}; the shares must be at least 0 and add up to 1")
-    order = sorted(priority for priority, share in shares.items() if share > 0)
-    bounds, total = [], 0.0
-    for priority in order:
-        total += shares[priority]
-        bounds.append(total)
-    return [next((p for p, bound in zip(order, bounds, strict=True) if rank < bound), order[-1]) for rank in uniform]
 
 
 def _check(

@@ -2,7 +2,7 @@
 
 Every attribute of a request is drawn when the request is created, each from its own stream, so that changing one
 thing (the rate, the cancel rate, a policy) leaves all others as they were: common random numbers. Streams in use:
-`arrival`, `ticks`, `input_tokens`, `output_tokens`, `prefix`, `priority`, `cancel`, `cancel_age`.
+`arrival`, `ticks`, `input_tokens`, `output_tokens`, `prefix`, `priority`, `tenant`, `lora`, `cancel`, `cancel_age`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class ModelExecutor:
         one by one.
         """
         shape = plan.shape
-        if not shape.num_tokens:
+        if not shape.computes:
             return StepResult(durations=Durations.one(0))
         if shape.passes > 1:
             steps = [sum(map(self._cost.step_fs, shape.later(ahead).split())) for ahead in range(plan.repeat)]

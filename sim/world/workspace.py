@@ -31,7 +31,7 @@ class WorkspaceExecutor:
         if device.faults.double_release_due(plan.start_fs):
             self._release_twice(plan)
         result = self._inner.execute(plan)
-        if not plan.shape.num_tokens:
+        if not plan.shape.computes:
             return result
         if not device.faults and device.steps.need(plan.shape, plan.repeat).bytes <= device.workspace_bytes:
             step = None  # nothing changes with time, and the last step is the widest

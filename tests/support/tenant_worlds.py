@@ -60,7 +60,7 @@ def loads(draw: st.DrawFn, *, most: int = 10, widths: Sequence[int] = (1,)) -> t
 def engines(
     draw: st.DrawFn, *, planned_ahead: Sequence[bool] = (False, True), full_prompts: Sequence[bool] = (True,)
 ) -> EngineConfig:
-    """Engines whose pool holds one longest request, or several. What forks is not planned ahead."""
+    """Engines whose pool holds one longest request, or several."""
     max_num_seqs = draw(st.integers(1, 10))
     window = draw(st.sampled_from([None, None, None, 9, "groups", "groups"]))
     groups: tuple[AttentionGroup, ...] = ()

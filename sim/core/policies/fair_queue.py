@@ -6,11 +6,10 @@ requests waiting, the service they get differs by at most a bound that does not 
 
 from __future__ import annotations
 
-from collections import deque
-
 from ..config import ConfigError
 from ..request import Request, State
 from ..view import EngineView
+from ..waiting import FcfsQueue
 
 
 class _Served:
@@ -42,21 +41,25 @@ class FairQueue:
     steady = False
 
     def __init__(self, view: EngineView, *, input_weight: int = 1, output_weight: int = 2) -> None:
-        if input_weight < 0 or output_weight < 0:
-            raise ConfigError(f"weights are {input_weight} and {output_weight}; whole numbers, at least 0")
+        self.check(input_weight, output_weight)
         self._view = view
         self._input_weight = input_weight
         self._output_weight = output_weight
         self._arrived: list[Request] = []
-        self._waiting: dict[str, deque[Request]] = {}
+        self._waiting: dict[str, FcfsQueue] = {}
         self._num_waiting = 0
         self._counters: dict[str, int] = {}
         self._left_last = ""
-        self._head_tenant = ""
         self._served: dict[int, _Served] = {}
         self._steady_key: tuple[int, int] | None = None
         self._steady_clock = self._charged_clock = 0
         self._steady_tenants: dict[str, int] = {}
+
+    @staticmethod
+    def check(input_weight: int, output_weight: int) -> None:
+        """Raises ConfigError for weights that no counter could go by."""
+        if input_weight < 0 or output_weight < 0:
+            raise ConfigError(f"weights are {input_weight} and {output_weight}; whole numbers, at least 0")
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -74,7 +77,7 @@ class FairQueue:
     def put_back(self, request: Request) -> None:
         """Queue a preempted request before all others of its tenant."""
         self._charge(self._served.pop(request.seq))
-        self._waiting.setdefault(request.spec.tenant, deque()).appendleft(request)
+        self._queue_of(request.spec.tenant).put_back(request)
         self._num_waiting += 1
 
     def started(self, request: Request) -> None:
@@ -82,51 +85,52 @@ class FairQueue:
         served = self._served[request.seq] = _Served(request)
         served.charged = 0
 
-    def head(self) -> Request | None:
+    def head(self, *, important: bool = False) -> Request | None:
         """The oldest request of the tenant with the smallest counter."""
         self._settle()
         for tenant in list(self._waiting):
-            self._drop_ended(tenant)
+            self._drop_empty(tenant)
         for request in self._arrived:
             if request.state is not State.ENDED:
                 self._enter(request)
         self._arrived.clear()
-        if not self._waiting:
-            return None
-        self._head_tenant = min(
-            self._waiting, key=lambda t: (self.counter(t), self._waiting[t][0].arrival_fs, self._waiting[t][0].seq)
+        heads = [queue.head(important=important) for queue in self._waiting.values()]
+        return min(
+            (head for head in heads if head is not None),
+            key=lambda head: (self.counter(head.spec.tenant), head.arrival_fs, head.seq),
+            default=None,
         )
-        return self._waiting[self._head_tenant][0]
 
-    def pop(self) -> Request:
-        """Take the head; call after `head` returned it."""
-        tenant = self._head_tenant
-        request = self._waiting[tenant].popleft()
+    def pop(self, request: Request) -> None:
+        """Take a request that `head` has just named."""
+        tenant = request.spec.tenant
+        self._waiting[tenant].pop(request)
         self._num_waiting -= 1
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
-            self._left_last = tenant
+        self._drop_empty(tenant)
         if not request.num_preemptions and not request.computed_high:
             self._counters[tenant] = self.counter(tenant) + self._input_weight * request.spec.input_tokens
         self._served[request.seq] = _Served(request)
-        return request
 
     def discard(self, request: Request) -> None:
         """The request stays in place until it would be first of its tenant."""
         self._num_waiting -= 1
+        if request not in self._arrived:
+            self._waiting[request.spec.tenant].discard(request)
 
     def _enter(self, request: Request) -> None:
         tenant = request.spec.tenant
         if tenant not in self._waiting:
             level = min(map(self.counter, self._waiting)) if self._waiting else self.counter(self._left_last)
             self._counters[tenant] = max(self.counter(tenant), level)
-        self._waiting.setdefault(tenant, deque()).append(request)
+        self._queue_of(tenant).add(request)
 
-    def _drop_ended(self, tenant: str) -> None:
-        mine = self._waiting[tenant]
-        while mine and mine[0].state is State.ENDED:
-            mine.popleft()
-        if not mine:
+    def _queue_of(self, tenant: str) -> FcfsQueue:
+        if tenant not in self._waiting:
+            self._waiting[tenant] = FcfsQueue(self._view)
+        return self._waiting[tenant]
+
+    def _drop_empty(self, tenant: str) -> None:
+        if not len(self._waiting[tenant]):
             del self._waiting[tenant]
             self._left_last = tenant
 

@@ -29,6 +29,8 @@ class Preset:
     policy: Policy
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `EngineConfig` that the engine's rules need, by name."""
+    preempts: bool = True
+    """Whether a running request may have to give way to another one."""
 
     def configure(self, config: EngineConfig) -> EngineConfig:
         """The settings with the overrides applied. Raises ConfigError if they contradict the rest."""
@@ -45,9 +47,9 @@ def vllm_v1(config: EngineConfig) -> Preset:
 
 def vllm_v0(config: EngineConfig) -> Preset:
     """vLLM V0 (until 2025-09): prompts first and whole, a watermark of 1 % of the pool, the last running is recomputed; what is
-    swapped goes before what waits. Sequences that fork (`fork_samples`, beams) share blocks as V0's did. Left out: V0 swapped their
-    group as a whole, and only such groups; chunked prefill, which was optional; the rejection of
-    prompts above the pool less the watermark (here the watermark is waived when nothing runs).
+    swapped goes before what waits. Sequences that fork (`fork_samples`, beams) share blocks and move together as V0's
+    did. Left out: V0 swapped such groups only; chunked prefill, which was optional; the rejection of prompts above the pool less the
+    watermark (here the watermark is waived when nothing runs).
     """
     return Preset(
         policy=Policy(name="vllm-v0", batching=Batching.PREFILL_FIRST),
@@ -89,6 +91,7 @@ def trtllm_no_evict(config: EngineConfig) -> Preset:
     """
     return Preset(
         policy=Policy(name="trtllm-no-evict", admission=_no_evict, queue=arrival_queue),
+        preempts=False,
         overrides={"reserve_full_prompt": True},
     )
 
@@ -115,6 +118,7 @@ def static_batch(config: EngineConfig) -> Preset:
     """
     return Preset(
         policy=Policy(name="static-batch", admission=_no_evict, batching=Batching.STATIC),
+        preempts=False,
         overrides={"reserve_full_prompt": True},
     )
 
@@ -128,6 +132,7 @@ def orca(config: EngineConfig) -> Preset:
             name="orca",
             admission=lambda config: Every([CanEverFit(config), ContiguousReservation(config)]),
         ),
+        preempts=False,
         overrides={"reserve_full_prompt": True, "enable_prefix_caching": False},
     )
 

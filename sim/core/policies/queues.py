@@ -22,12 +22,12 @@ class BackOfTheQueue(FcfsQueue):
 
     def put_back(self, request: Request) -> None:
         """Queue at the back."""
-        self._queue.append(request)
+        self.add(request)
 
 
 def arrival_queue(view: EngineView | None = None) -> KeyedQueue:
     """By arrival, whoever was preempted included (TensorRT-LLM keeps its requests in that order)."""
-    return KeyedQueue(lambda request: request.arrival_fs)
+    return KeyedQueue(lambda request: request.arrival_fs, view)
 
 
 def shortest_predicted_queue(view: EngineView) -> KeyedQueue:
@@ -42,7 +42,7 @@ def shortest_predicted_queue(view: EngineView) -> KeyedQueue:
         mean = view.drain.outputs.mean(request.spec.tenant)
         return max(min(cap, cap if mean is None else mean) - request.num_output_tokens, 1)
 
-    return KeyedQueue(predicted)
+    return KeyedQueue(predicted, view)
 
 
 def deadline_queue(deadline_s: float | Mapping[int, float], *, late_last: bool = True) -> QueueFactory:
@@ -64,7 +64,7 @@ def deadline_queue(deadline_s: float | Mapping[int, float], *, late_last: bool =
         return -1 if request.first_token_fs is not None else due_fs(request.spec, request.arrival_fs)
 
     if not late_last:
-        return lambda view: KeyedQueue(key)
+        return lambda view: KeyedQueue(key, view)
     return lambda view: DeferringQueue(view, key)
 
 
@@ -83,8 +83,8 @@ class DeferringQueue:
     def __init__(self, view: EngineView, due_fs: Callable[[Request], float]) -> None:
         self._view = view
         self._due_fs = due_fs
-        self._hopeful = KeyedQueue(due_fs)
-        self._late = KeyedQueue(lambda request: request.arrival_fs)
+        self._hopeful = KeyedQueue(due_fs, view)
+        self._late = KeyedQueue(lambda request: request.arrival_fs, view)
         self._in_late: set[int] = set()
 
     def __len__(self) -> int:
@@ -102,22 +102,23 @@ class DeferringQueue:
     def started(self, request: Request) -> None:
         """Nothing depends on it."""
 
-    def head(self) -> Request | None:
+    def head(self, *, important: bool = False) -> Request | None:
         """The most urgent that is not late; of the late ones the oldest."""
-        while (request := self._hopeful.head()) is not None:
+        while (request := self._hopeful.head(important=important)) is not None:
             if not 0 <= self._due_fs(request) < self._view.now_fs:
                 return request
-            self._late.put_back(self._hopeful.pop())
+            self._hopeful.pop(request)
+            self._late.put_back(request)
             self._in_late.add(request.seq)
-        return self._late.head()
+        return self._late.head(important=important)
 
-    def pop(self) -> Request:
-        """Take the head; call after `head` returned it."""
-        if self._hopeful.head() is not None:
-            return self._hopeful.pop()
-        request = self._late.pop()
-        self._in_late.discard(request.seq)
-        return request
+    def pop(self, request: Request) -> None:
+        """Take a request that `head` has just named."""
+        if request.seq in self._in_late:
+            self._in_late.discard(request.seq)
+            self._late.pop(request)
+        else:
+            self._hopeful.pop(request)
 
     def discard(self, request: Request) -> None:
         """The request stays in place until it comes to the head."""
