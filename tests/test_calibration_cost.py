@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import sim
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.costs.fitted import fitted_cost, profile_names
 from sim.costs.overlap import overlapped
 from sim.costs.piecewise import Field, Grid, IntegerLine, Line

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.scenario_text import scenario_text
+from sim.core.batch_shape import BatchShape
 from sim.core.blocks import DoubleFreeError
-from sim.core.plan import BatchShape
 from sim.memory import NoRoomError
 from sim.memory.start_up import StartUpError
 from sim.scenario import Scenario

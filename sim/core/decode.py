@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from .plan import Durations
+from .durations import Durations
 from .request import Request
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .batch_shape import BatchShape
 from .draft import Draft
 from .log import Decisions
-from .plan import BatchShape, ScheduledRequest
+from .plan import ScheduledRequest
 from .scheduler import Scheduler
 
 
