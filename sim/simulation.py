@@ -329,7 +329,7 @@ def cost_model(resolved: Resolved) -> CostModel:
 
 def _idle_ladder(policy: Policy, requests: Sequence[RequestSpec]) -> list[str]:
     """Rungs that may touch nobody are probably not what was meant."""
-    from sim.core.ladder import WHOEVER_IT_IS
+    from sim.core.rungs import WHOEVER_IT_IS
 
     if policy.ladder is None or any(spec.priority > policy.ladder.guard_priority for spec in requests):
         return []

@@ -8,10 +8,10 @@ from sim.core.clock import FS_PER_S
 from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.draft import Draft
 from sim.core.forking import Forking
-from sim.core.ladder import LadderConfig, Rung
 from sim.core.policy import Policy
 from sim.core.preemption import worst_priority
 from sim.core.request import Outcome, RequestSpec, samples
+from sim.core.rungs import LadderConfig, Rung
 from sim.costs.constant import FixedCost
 from sim.world import run_world
 

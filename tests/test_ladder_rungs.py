@@ -6,7 +6,7 @@ from sim.core import ConfigError, Durations, Outcome, State, StepResult
 from sim.core.batch_shape import BatchShape
 from sim.core.clock import FS_PER_S
 from sim.core.cpu_server import CpuExecutor
-from sim.core.ladder import Rung
+from sim.core.rungs import Rung
 from tests.support.laddered_engine import LadderedEngine
 
 
