@@ -18,7 +18,7 @@ from .config import EngineConfig
 from .departures import Departures
 from .draft import Draft
 from .facts import Arrived, Committed, EngineFacts, ProgressError
-from .families import Fork
+from .family import Fork
 from .groups import tables_of
 from .lag import Lag
 from .loads import Load
