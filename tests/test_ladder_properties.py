@@ -68,6 +68,7 @@ def scenarios(draw):
         num_cpu_blocks=draw(st.sampled_from([3, 50, 200])) if swap else 0,
         num_cpu_prefix_blocks=draw(st.sampled_from([3, 50])) if tier else 0,
         cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
+        async_scheduling=draw(st.booleans()),
     )
     policy = Policy(
         queue=draw(st.sampled_from([FcfsQueue, priority_queue])),

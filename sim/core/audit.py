@@ -16,7 +16,7 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     decode = scheduler.decode
     holders = list(scheduler.holders())
     scheduler.pool.check((request.request_id, request.table.blocks) for request in holders)
-    on_cpu = () if scheduler.cpu_server is None else scheduler.cpu_server.serving
+    on_cpu = () if scheduler.cpu_server is None else (*scheduler.cpu_server.serving, *scheduler.cpu_server.leaving)
     scheduler.cpu_pool.check((request.request_id, request.cpu_blocks) for request in (*scheduler.swapped, *on_cpu))
     for order, request in scheduler.running.items():
         tokens = decode.computed(request)

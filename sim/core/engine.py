@@ -156,10 +156,7 @@ class EngineCore(EngineFacts):
         self.pool.tick(now_fs)
         self.wake(now_fs)
         completed = None if self._offload is None else self._offload.saves.take_completed()
-        if (climbed := self._pressure.climb(now_fs)) is not None:
-            moved, relief = climbed
-            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
-            self._note(relief, now_fs)
+        self._climb(now_fs)
         while True:
             draft = scheduler.draft(now_fs)
             self._note(draft, now_fs)
@@ -169,6 +166,8 @@ class EngineCore(EngineFacts):
                 if lag is not None and lag.busy:
                     after_pause = True
                     self._catch_up(now_fs)
+                    if scheduler.cpu_server is not None and scheduler.cpu_server.serving:
+                        self._climb(now_fs)  # whom the rung keeps on the CPU may come back to an idle device
                     continue
                 break
         saves: tuple[Save, ...] = ()
@@ -181,15 +180,16 @@ class EngineCore(EngineFacts):
         room = None if max_repeat == 1 else self._pressure.blocks_until_change()
         if lag is not None and (after_pause or lag.has_news or self._passed):
             room = None
-        if room is not None and self._offload is not None:
-            room = self._offload.saves.blocks_until_next(room)
+        taken = None if room is None or self._offload is None else self._offload.saves.blocks_until_next()
+        if self._offload is not None and taken is None:
+            room = None
         decisions = self._decisions
         step, shape = scheduler.steps_done, shape_of(draft, scheduler, decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
-            repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
+            repeat=1 if room is None else steps_alike(draft, scheduler, room, taken, max_repeat),
             start_fs=now_fs,
             shape=replace(shape, after_pause=True) if after_pause else shape,
             copies=tuple(decisions.copied),
@@ -310,6 +310,14 @@ class EngineCore(EngineFacts):
         check_books(self._scheduler, self._draft, known)
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
+
+    def _climb(self, now_fs: int) -> None:
+        """Let the ladder react to what may be known."""
+        climbed = self._pressure.climb(now_fs)
+        if climbed is not None:
+            moved, relief = climbed
+            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
+            self._note(relief, now_fs)
 
     def _note(self, draft: Draft, now_fs: int) -> None:
         """Move the decisions of a draft to the log, and end what it found unservable."""

@@ -21,7 +21,7 @@ from .decode import DecodeSet
 from .deferral import QueueWithAside
 from .draft import Draft, Share
 from .families import Families
-from .growth import GroupGrowth, Growth
+from .growth import Growth
 from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
@@ -30,6 +30,7 @@ from .policy import Batching, Policy
 from .request import Request, State
 from .shedding import BelowGuard
 from .shortage import Shortage
+from .sliding_growth import GroupGrowth
 from .starts import Starts
 from .swapping import Swapping
 from .tables import BlockTables

@@ -30,10 +30,9 @@ class LadderedEngine(EngineDriver):
     def add(
         self, request_id: str, input_tokens: int, output_tokens: int = 20, priority: int = 1, **fields: object
     ) -> Request:
-        """A request that says how much it wants arrives now."""
-        return super().add(
-            request_id, input_tokens, output_tokens, max_tokens=output_tokens, priority=priority, **fields
-        )
+        """A request that says how much it wants, unless it asks for more, arrives now."""
+        fields.setdefault("max_tokens", output_tokens)
+        return super().add(request_id, input_tokens, output_tokens, priority=priority, **fields)
 
     def run(self, limit: int = 10_000) -> list[DrivenStep]:
         """Step until there is nothing to do, which is when everybody is gone."""
