@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sim
+from sim.assembly import cost_model
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
 from sim.core.batch_shape import BatchShape
@@ -18,7 +19,6 @@ from sim.costs.piecewise import Field, Grid, IntegerLine, Line
 from sim.costs.profile import FittedProfile
 from sim.costs.terms import StepTerms
 from sim.resolve import resolve
-from sim.simulation import cost_model
 
 SECONDS = st.floats(0.0, 0.05, allow_nan=False)
 

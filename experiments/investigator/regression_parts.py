@@ -113,8 +113,8 @@ def base_of(case: Case) -> Scenario:
 
 def room(scenario: Scenario, extra: frozenset[str] = frozenset()) -> tuple[int, int, int]:
     """Bytes that the account leaves for a step, what the first step of the load needs, and the most that any may need."""
+    from sim.assembly import device
     from sim.resolve import resolve
-    from sim.simulation import device
 
     resolved = resolve(scenario)
     memory = device(resolved)
