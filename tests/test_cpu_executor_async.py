@@ -23,7 +23,7 @@ def engine_with(token_s: float, *rungs: Rung, slots: int = 8, ahead: bool = True
 
 
 def room_taken(engine: LadderedEngine) -> int:
-    return engine.core._scheduler.cpu_pool.num_owned
+    return engine.core._scheduler.swapping.cpu_pool.num_owned
 
 
 @pytest.mark.parametrize(("ahead", "moved_in"), [(True, 5), (False, 4)])

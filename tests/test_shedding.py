@@ -208,9 +208,9 @@ def test_an_important_swapped_request_does_not_wait_behind_a_paused_one(drive):
     for request in (high, low):
         scheduler.shortage.give_way([request], relief, world.now_fs)
     world.core._note(relief, world.now_fs)
-    assert [request.request_id for request in scheduler.swapped] == ["low", "high"]
+    assert [request.request_id for request in scheduler.swapping.swapped] == ["low", "high"]
     assert world.step().tokens == {"runs": 1, "high": 1}
-    assert [request.request_id for request in scheduler.swapped] == ["low"]
+    assert [request.request_id for request in scheduler.swapping.swapped] == ["low"]
     world.run()
     assert (high.outcome, low.outcome) == (Outcome.FINISHED, Outcome.FINISHED)
 

@@ -153,19 +153,7 @@ class EngineCore(EngineFacts):
         self.wake(now_fs)
         completed = None if self._offload is None else self._offload.saves.take_completed()
         self._climb(now_fs)
-        while True:
-            draft = scheduler.draft(now_fs)
-            self._note(draft, now_fs)
-            if draft.shares or (draft.decode and len(scheduler.decode)):
-                break
-            if not draft.changed_queue:
-                if lag is not None and lag.busy:
-                    after_pause = True
-                    self._catch_up(now_fs)
-                    if scheduler.cpu_server is not None and scheduler.cpu_server.serving:
-                        self._climb(now_fs)  # whom the rung keeps on the CPU may come back to an idle device
-                    continue
-                break
+        draft, after_pause = self._next_draft(now_fs, after_pause)
         saves: tuple[Save, ...] = ()
         loads: tuple[Load, ...] = ()
         if self._offload is not None and completed is not None:
@@ -175,19 +163,13 @@ class EngineCore(EngineFacts):
         if not (draft.shares or (draft.decode and len(scheduler.decode)) or saves or loads):
             self._assert_progress()
             return None
-        room = None if max_repeat == 1 else self._pressure.blocks_until_change()
-        if lag is not None and (after_pause or lag.has_news or (self._offload is not None and self._offload.has_news)):
-            room = None
-        taken = None if room is None or self._offload is None else self._offload.saves.blocks_until_next()
-        if self._offload is not None and taken is None:
-            room = None
         decisions = self._decisions
         step, shape = scheduler.steps_done, shape_of(draft, scheduler, decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
-            repeat=1 if room is None else steps_alike(draft, scheduler, room, taken, max_repeat),
+            repeat=self._repeat(draft, max_repeat, after_pause),
             start_fs=now_fs,
             shape=replace(shape, after_pause=True) if after_pause else shape,
             copies=tuple(decisions.copied),
@@ -317,6 +299,37 @@ class EngineCore(EngineFacts):
             self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
             self._note(relief, now_fs)
 
+    def _next_draft(self, now_fs: int, after_pause: bool) -> tuple[Draft, bool]:
+        """The next step, or a draft of nothing; and whether it follows on a pause, as it does when it cannot be planned ahead."""
+        scheduler, lag = self._scheduler, self._lag
+        while True:
+            draft = scheduler.draft(now_fs)
+            self._note(draft, now_fs)
+            if draft.shares or (draft.decode and len(scheduler.decode)):
+                return draft, after_pause
+            if draft.changed_queue:
+                continue
+            if lag is None or not lag.busy:
+                return draft, after_pause
+            after_pause = True
+            self._catch_up(now_fs)
+            if scheduler.cpu_server is not None and scheduler.cpu_server.serving:
+                self._climb(now_fs)  # whom the rung keeps on the CPU may come back to an idle device
+
+    def _repeat(self, draft: Draft, max_repeat: int | None, after_pause: bool) -> int:
+        """How often the drafted step is repeated."""
+        room = None if max_repeat == 1 else self._pressure.blocks_until_change()
+        lag, offload, taken = self._lag, self._offload, None
+        if room is None or (lag is not None and (after_pause or lag.has_news)):
+            return 1
+        if offload is not None:
+            if lag is not None and offload.has_news:
+                return 1
+            taken = offload.saves.blocks_until_next()
+            if taken is None:
+                return 1
+        return steps_alike(draft, self._scheduler, room, taken, max_repeat)
+
     def _note(self, draft: Draft, now_fs: int) -> None:
         """Move the decisions of a draft to the log, and end what it found unservable."""
         self._decisions.note(draft)
@@ -351,7 +364,11 @@ class EngineCore(EngineFacts):
         if self._offload is not None and self._offload.in_flight:
             return
         if self.wake_fs is None and self.num_waiting and not self.num_running and not self.pool.num_quarantined:
-            head = self._scheduler.swapped[0] if self._scheduler.swapped else self._scheduler.waiting.head()
+            head = (
+                self._scheduler.swapping.swapped[0]
+                if self._scheduler.swapping.swapped
+                else self._scheduler.waiting.head()
+            )
             assert head is not None
             raise ProgressError(
                 f"{self.num_waiting} requests wait and none can start, though nothing runs: the first, {head.request_id}, has "

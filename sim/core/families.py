@@ -112,7 +112,7 @@ class Families:
         """The swapped requests that come back with this one, in the order in which they stand."""
         if request.spec.forking is None:
             return [request]
-        return [each for each in self._scheduler.swapped if each.spec.sample_of == request.spec.sample_of]
+        return [each for each in self._scheduler.swapping.swapped if each.spec.sample_of == request.spec.sample_of]
 
     def waiting_with(self, request: Request) -> list[Request]:
         """The requests in the queue that gave way with this one and come back with it."""

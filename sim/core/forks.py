@@ -56,7 +56,7 @@ class Forks:
             scheduler.catch_up(child)
         else:
             if child.state is State.SWAPPED:
-                scheduler.drop_swapped(child)
+                scheduler.swapping.drop(child)
                 child.state, child.num_computed_tokens = State.WAITING, 0
                 scheduler.waiting.put_back(child)
             scheduler.holdings.publish(source, scheduler.decode.computed(source))

@@ -8,13 +8,11 @@ Source: vLLM V1 `Scheduler.schedule` (engine-policies §1.1.2); for the other ba
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from itertools import chain
 
 from .admission import Admission
 from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_decodes, rest_prompts
-from .blocks import BlockPool
 from .config import EngineConfig
 from .cpu_server import CpuServer
 from .decode import DecodeSet
@@ -54,9 +52,8 @@ class Scheduler:
         """The number of the step from which on prompts may have one again, where they take turns with decodes."""
         self.num_admissions = 0
         """Admissions so far; the next one gets this as its order."""
-        self.swapped: deque[Request] = deque()
-        """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
-        self.cpu_pool = BlockPool(config.num_cpu_blocks)
+        self.swapping = Swapping(self)
+        """Saves requests in the CPU pool, and brings them back."""
         self.decode = DecodeSet(config.block_size, config.slots_per_block, config.slots_per_token)
         self.requests: dict[str, Request] = {}
         """Everybody in the system, by name; the engine keeps it."""
@@ -101,8 +98,6 @@ class Scheduler:
             self.waiting = self.aside = QueueWithAside(self.waiting, self.view)
         self.below_guard = BelowGuard() if policy.ladder is not None and policy.ladder.counts_below_guard else None
         """Who of the waiting may be shed, if the ladder does that."""
-        self.swapping = Swapping(self)
-        """Saves requests in the CPU pool, and brings them back."""
         self.shortage = Shortage(self, tables, admission, policy)
         """Finds victims when blocks are short."""
         self.starts = Starts(self, tables, admission)
@@ -127,7 +122,7 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Requests that hold no blocks and do not run: queued, swapped, or to start as a copy of another one."""
-        return len(self.waiting) + len(self.swapped) + self.families.num_held + self.num_unseen
+        return len(self.waiting) + len(self.swapping.swapped) + self.families.num_held + self.num_unseen
 
     @property
     def num_waiting(self) -> int:
@@ -346,16 +341,6 @@ class Scheduler:
         """The view for policies, at this time; while a step is planned ahead, at the time when that was decided."""
         self.view.now_fs = now_fs - self.looks_back_fs
         return self.view
-
-    def drop_swapped(self, request: Request) -> None:
-        """Forget a swapped request that will not come back."""
-        self.swapped.remove(request)
-        self.free_cpu_blocks(request)
-
-    def free_cpu_blocks(self, request: Request) -> None:
-        """Give back what a swapped request holds of the CPU pool."""
-        self.cpu_pool.release(request.cpu_blocks, request.request_id)
-        request.cpu_blocks = []
 
     def retire(self, request: Request) -> None:
         """Take a running request out of the running set for good; its blocks are released separately."""

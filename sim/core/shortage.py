@@ -124,7 +124,7 @@ class Shortage:
             draft.released.append((victim.request_id, scheduler.holdings.release(victim, why, now_fs, reusable=True)))
             scheduler.remove(victim)
             if swapped:
-                scheduler.swapped.appendleft(victim)
+                scheduler.swapping.swapped.appendleft(victim)
             else:
                 victim.num_computed_tokens = victim.dropped_tokens = 0
                 victim.state = State.WAITING

@@ -61,7 +61,7 @@ class Starts:
             if not self._start_loaded(scheduler.offload.loads.ready[0], draft, now_fs):
                 return
         while (
-            swapped := next((each for each in scheduler.swapped if not is_paused(scheduler, each)), None)
+            swapped := next((each for each in scheduler.swapping.swapped if not is_paused(scheduler, each)), None)
         ) is not None:
             if not draft.budget or len(scheduler.running) >= slots or not self._resume(swapped, draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
@@ -89,7 +89,7 @@ class Starts:
         """
         scheduler = self._scheduler
         if outgrown := scheduler.outgrown(request, *scheduler.next_need(request, draft.budget)):
-            scheduler.drop_swapped(request)
+            scheduler.swapping.drop(request)
             draft.unservable.append((request, outgrown))
             return True
         group = scheduler.families.swapped_with(request)
