@@ -80,14 +80,7 @@ def test_a_fallback_on_a_gpu_is_recorded_with_its_reason():
     x = torch.randn(2, 8)
     ops.silu_mul(x, torch.empty(2, 4))
     ops.silu_mul(x, torch.empty(2, 4))
-    ops.note_fallback("attention", "masked grouped-query attention fell back to a plain product")
     assert ops.report()["fallbacks"] == [
-        {
-            "operation": "attention",
-            "served": "torch",
-            "reason": "masked grouped-query attention fell back to a plain product",
-            "calls": 1,
-        },
         {"operation": "silu_mul", "served": "torch", "reason": "the torch implementation was asked for", "calls": 2},
     ]
 

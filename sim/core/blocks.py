@@ -213,10 +213,6 @@ class BlockPool:
         """The blocks that copies read."""
         return self._quarantine.read_by.keys()
 
-    def is_read(self, block_id: int) -> bool:
-        """Whether a copy reads a block."""
-        return block_id in self._quarantine.read_by
-
     def pass_fence(self, fence: int) -> None:
         """The last reader behind `fence` is done: its blocks join the free queue. Unknown fences are ignored."""
         aside, released = self._quarantine.passed(fence)
