@@ -7,11 +7,12 @@ from typing import Any
 
 from calibration.errors import CalibrationError
 from calibration.judging.uncertainty import SHARE, check_draws, draws, next_value, sources_of
+from sim.assembly import cost_model
 from sim.costs.protocol import CostModel
 from sim.resolve import resolve
 from sim.results.report_format import seconds
 from sim.scenario import Scenario
-from sim.simulation import cost_model, simulate
+from sim.simulation import simulate
 
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 STATISTICS = ("mean", "p50", "p90", "p99")

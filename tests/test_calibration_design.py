@@ -15,7 +15,7 @@ from calibration.numerics.max_affine import fit_max_affine, predict_max_affine
 from calibration.timed_steps.fit_run import fit_run_profile
 from calibration.timed_steps.model import TERMS, StepModel, dense_knots, fit_model, names, told_apart, weight_samples
 from calibration.timed_steps.points import points_of
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import ProfileFile, model_terms
 

@@ -18,7 +18,7 @@ from calibration.timed_steps.points import eager_decode_us, points_of
 from experiments.interval_coverage import LIMITS, noisy_run
 from sim.catalog.host import HOST
 from sim.catalog.models import model_shape
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.costs.fitted import fitted_cost
 
 pytest.importorskip("torch", reason="measuring needs torch")

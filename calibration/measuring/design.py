@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from calibration.errors import CalibrationError
+from sim.core.batch_shape import BatchShape
 from sim.core.need import blocks_for
-from sim.core.plan import BatchShape
 
 SPACE_POINTS = {"decode": 48, "prefill": 48, "mixed": 64}
 """Space-filling steps of each kind."""

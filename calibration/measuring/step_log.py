@@ -16,7 +16,7 @@ from typing import Any
 from calibration.errors import CalibrationError
 from calibration.tables import UNIT_SUFFIXES
 from calibration.text_files import check_keys, read_object, read_text
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.results.files import write_json, write_text
 
 SCHEMA = "kvtwin-steps"

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from calibration.errors import CalibrationError
 from calibration.numerics.split import DRAWS, SEED
 from calibration.numerics.tent import Array
+from sim.assembly import cost_model
 from sim.costs.fitted import chosen_profile
 from sim.costs.overlap import OverlappedHost, overlapped
 from sim.costs.profile import FittedProfile
 from sim.costs.protocol import CostModel
 from sim.resolve import resolve
 from sim.scenario import Scenario
-from sim.simulation import cost_model
 
 from .host import Correction, CorrectionFit, corrected, fit_correction, text
 from .runs import RecordedRun

@@ -19,6 +19,7 @@ from calibration.errors import CalibrationError
 from calibration.numerics.tent import Array
 from calibration.tables import checked, read_csv
 from calibration.text_files import check_keys, read_object, read_text
+from sim.assembly import build_workload, engine_config
 from sim.core.request import RequestSpec
 from sim.policy_choice import choose_policy
 from sim.resolve import resolve
@@ -26,7 +27,6 @@ from sim.scenario import Scenario
 from sim.scenario_errors import ScenarioError
 from sim.scenario_tables import TABLES
 from sim.sequences import sequences
-from sim.simulation import build_workload, engine_config
 
 from .runs import RecordedRun
 from .twin import state_at

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from calibration.numerics.tent import Array
+from sim.assembly import cost_model, engine_config
 from sim.core.request import RequestSpec
 from sim.costs.protocol import CostModel
 from sim.policy_choice import choose_policy
@@ -17,7 +18,6 @@ from sim.resolve import resolve
 from sim.results.metrics import request_gaps
 from sim.results.summary import request_columns, summarize, timeline_columns
 from sim.scenario import Scenario
-from sim.simulation import cost_model, engine_config
 from sim.world.run import run_world
 
 

@@ -20,7 +20,7 @@ from calibration.numerics.max_affine import fit_max_affine, predict_max_affine
 from calibration.numerics.split import error_summary, held_out_mask
 from calibration.numerics.tent import Array
 from calibration.text_files import check_keys, numbers
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.memory.measured import LIMIT_TERMS, STEP_TERMS, limit_features, step_features
 from sim.memory.measured_file import SCHEMA_VERSION
 

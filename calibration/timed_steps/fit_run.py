@@ -13,7 +13,7 @@ from calibration.errors import CalibrationError
 from calibration.measuring.step_log import StepRun
 from calibration.numerics.split import SEED, departures, error_summary, held_out_mask
 from sim.catalog.gpus import gpu as gpu_called
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.costs.profile_file import NORMAL_95
 
 from .fit_memory import fit_memory

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from calibration.errors import CalibrationError
 from calibration.numerics.split import bootstrap
 from calibration.numerics.tent import Array, robust_nonnegative
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_s
-from sim.core.plan import BatchShape, StepPlan, StepResult
+from sim.core.plan import StepPlan, StepResult
 from sim.costs.protocol import CostModel
 from sim.world.executors import ModelExecutor
 

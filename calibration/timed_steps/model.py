@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from calibration.numerics.split import DRAWS, bootstrap
 from calibration.numerics.tent import Array, robust_nonnegative
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 
 DENSE_KNOTS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 """Token counts at which the dense line may bend."""

@@ -11,7 +11,7 @@ from calibration.errors import CalibrationError
 from calibration.measuring.quality import Quality, assess
 from calibration.measuring.step_log import StepRun
 from calibration.numerics.tent import Array
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 
 EAGER = "eager"
 """The group of steps that a graph could have served."""
