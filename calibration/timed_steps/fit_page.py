@@ -15,7 +15,7 @@ from sim.memory.measured import STEP_TERMS
 
 from .fit_memory import predict_workspace
 from .model import TERMS, StepModel
-from .points import Points, points_of
+from .points import Points, points_of, workspaces
 
 COLOURS = {"decode": BLUE, "prefill": GREEN, "mixed": RED}
 
@@ -41,7 +41,7 @@ mean context.</p>
 {table(("term", "us", "95 % interval", ""), [_weight(name, value) for name, value in profile["weights"].items()])}
 <h2>Residuals</h2>{_residuals(points, model)}
 <h2>Speed of the device over the run</h2>{_speed(run)}
-<h2>Memory</h2>{_memory(points, profile["memory"])}
+<h2>Memory</h2>{_memory(run, profile["memory"])}
 <h2>To know</h2><ul>{notes}</ul>
 """
     return page_frame(f"kvtwin: {profile['name']} fitted to {run.name}", body)
@@ -97,7 +97,8 @@ def _speed(run: StepRun) -> str:
     )
 
 
-def _memory(points: Points, memory: Mapping[str, Any]) -> str:
+def _memory(run: StepRun, memory: Mapping[str, Any]) -> str:
+    shapes, workspace_bytes = workspaces(run)
     error = memory["workspace_error"]
     always = [
         f"<tr><td>{escape(name.removesuffix('_bytes').replace('_', ' '))}</td><td>{value:,}</td></tr>"
@@ -111,4 +112,4 @@ def _memory(points: Points, memory: Mapping[str, Any]) -> str:
 <p>Workspace of a step: the widest of the phases below. On steps that were not used: median error {error["median"]:.2%},
 95th percentile {error["p95"]:.1%}.</p>
 {table(("bytes", *(name.removesuffix("_bytes").replace("_", " ") for name in STEP_TERMS)), phases)}
-{against("workspace, bytes", points.workspace_bytes, predict_workspace(memory, points.shapes))}"""
+{against("workspace, bytes", workspace_bytes, predict_workspace(memory, shapes))}"""

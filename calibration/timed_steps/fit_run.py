@@ -18,7 +18,7 @@ from sim.costs.profile_file import NORMAL_95
 
 from .fit_memory import fit_memory
 from .model import TERMS, TOLD_APART, StepModel, dense_knots, fit_model, names, told_apart, weight_samples
-from .points import Points, eager_decode_us, points_of
+from .points import Points, eager_decode_us, points_of, workspaces
 from .tables import tables
 
 LICENCE = "Apache-2.0"
@@ -81,7 +81,7 @@ def fit_run_profile(run: StepRun, *, date: str, command: str, gpu: str | None = 
             }
             for name, value in model.values.items()
         },
-        memory=fit_memory(points.shapes, points.workspace_bytes, run, engine=engine),
+        memory=fit_memory(*workspaces(run), run, engine=engine),
         quality=points.quality.as_dict(),
         identifiability=_notes(points, model, draws, run.document["memory"], eager),
         provenance={

@@ -30,8 +30,6 @@ class Points:
     """How many those were."""
     noise: Array
     """Standard deviation of each such mean, relative: by what repeats of all steps together differ."""
-    workspace_bytes: Array
-    """Most of any repeat."""
     kinds: npt.NDArray[np.str_]
     """`decode`, `prefill` or `mixed`."""
     served_by: npt.NDArray[np.str_]
@@ -51,7 +49,7 @@ def points_of(run: StepRun) -> Points:
         if run.steps[index].group == EAGER:
             continue
         by_point.setdefault(run.steps[index].point, []).append(index)
-    shapes, time_us, repeats, workspace = [], [], [], []
+    shapes, time_us, repeats = [], [], []
     squares = 0.0
     for point in sorted(by_point):
         mine = [run.steps[index] for index in by_point[point]]
@@ -63,7 +61,6 @@ def points_of(run: StepRun) -> Points:
         time_us.append(float(np.mean([step.duration_us for step in mine])))
         repeats.append(len(mine))
         squares += float(np.sum((np.asarray([step.duration_us for step in mine]) / time_us[-1] - 1) ** 2))
-        workspace.append(max(step.workspace_bytes for step in mine))
     kinds = np.asarray([kind_of(shape) for shape in shapes])
     for kind, least in LEAST_POINTS.items():
         count = int((kinds == kind).sum())
@@ -79,11 +76,24 @@ def points_of(run: StepRun) -> Points:
         time_us=np.asarray(time_us),
         repeats=np.asarray(repeats),
         noise=spread / np.sqrt(np.asarray(repeats, dtype=np.float64)),
-        workspace_bytes=np.asarray(workspace, dtype=np.float64),
         kinds=kinds,
         served_by=np.asarray([run.steps[by_point[point][0]].served_by for point in sorted(by_point)]),
         quality=quality,
     )
+
+
+def workspaces(run: StepRun) -> tuple[tuple[BatchShape, ...], Array]:
+    """The different steps of a run and the most workspace of any repeat, `[steps]`: of all that were timed, for how slow the device was
+    then changes no byte.
+    """
+    shapes: dict[int, BatchShape] = {}
+    most: dict[int, int] = {}
+    for step in run.steps:
+        if step.group != EAGER:
+            shapes[step.point] = step.shape
+            most[step.point] = max(step.workspace_bytes, most.get(step.point, 0))
+    order = sorted(shapes)
+    return tuple(shapes[point] for point in order), np.asarray([most[point] for point in order], dtype=np.float64)
 
 
 def eager_decode_us(run: StepRun, points: Points) -> float | None:
