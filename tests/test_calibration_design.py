@@ -14,7 +14,7 @@ from calibration.measuring.step_log import Step, StepRun
 from calibration.numerics.max_affine import fit_max_affine, predict_max_affine
 from calibration.timed_steps.fit_run import fit_run_profile
 from calibration.timed_steps.model import TERMS, StepModel, dense_knots, fit_model, names, told_apart, weight_samples
-from calibration.timed_steps.points import points_of
+from calibration.timed_steps.points import points_of, workspaces
 from sim.core.batch_shape import BatchShape
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import ProfileFile, model_terms
@@ -243,6 +243,19 @@ def test_steps_timed_while_the_device_was_throttled_are_left_out_and_the_fit_is_
     points = points_of(run)
     error = fit_model(points.shapes, points.time_us, KNOTS).predict(points.shapes) / TRUTH.predict(points.shapes) - 1
     assert np.median(error) == pytest.approx(0.0, abs=0.01)
+
+
+def test_how_slow_the_device_was_changes_nothing_in_what_a_step_needs() -> None:
+    steady, throttled = (
+        timed(design(LIMITS, 0), repeats=1, factor=factor)
+        for factor in (lambda at: 1.0, lambda at: 1.5 if at > 0.8 else 1.0)
+    )
+    assert len(points_of(throttled).shapes) < len(points_of(steady).shapes), (
+        "some steps were only timed while it was slow"
+    )
+    ours, theirs = workspaces(steady), workspaces(throttled)
+    assert ours[0] == theirs[0]
+    assert ours[1].tolist() == theirs[1].tolist() == [1000 + 4352 * shape.num_tokens for shape in ours[0]]
 
 
 def test_a_device_without_a_usual_speed_is_flagged_and_nothing_is_left_out() -> None:
