@@ -10,8 +10,8 @@ import pytest
 from sim.core.clock import FS_PER_S
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.cpu_server import CpuExecutor
-from sim.core.ladder import Rung
 from sim.core.request import Outcome, State
+from sim.core.rungs import Rung
 from tests.support.laddered_engine import LadderedEngine
 
 RUNG = Rung(action="run_on_cpu", on=0.5, off=0.0, hold_s=0.0, value=0.3)
@@ -23,7 +23,7 @@ def engine_with(token_s: float, *rungs: Rung, slots: int = 8, ahead: bool = True
 
 
 def room_taken(engine: LadderedEngine) -> int:
-    return engine.core._scheduler.cpu_pool.num_owned
+    return engine.core._scheduler.swapping.cpu_pool.num_owned
 
 
 @pytest.mark.parametrize(("ahead", "moved_in"), [(True, 5), (False, 4)])

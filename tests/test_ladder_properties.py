@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from sim.core import Batching, EngineConfig, Policy, RequestSpec
 from sim.core.cpu_server import CpuExecutor
-from sim.core.ladder import ACTIONS, SIGNALS, LadderConfig, Rung
 from sim.core.preemption import last_admitted, worst_priority
+from sim.core.rungs import ACTIONS, SIGNALS, LadderConfig, Rung
 from sim.core.waiting import FcfsQueue, priority_queue
 from sim.costs.constant import FixedCost
 from tests.support.leaping import Scenario, assert_leap_equals_step, everything

@@ -18,8 +18,8 @@ from gpu.readings import MemoryReading, StepReading, storage_bytes
 from gpu.workspace import Workspace
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import FS_PER_S
-from sim.core.plan import BatchShape
 from sim.memory import build_ledger
 from sim.memory.device import Device
 from sim.memory.faults import read_faults

@@ -92,7 +92,7 @@ class CpuServer:
     def free(self, request: Request) -> None:
         """One that was stopped is gone."""
         del self.leaving[request]
-        self._scheduler.free_cpu_blocks(request)
+        self._scheduler.swapping.free(request)
 
     @property
     def num_slots_taken(self) -> int:
@@ -106,10 +106,10 @@ class CpuServer:
             self._count(request, now_fs)
             del self.serving[request]
             kept = scheduler.config.blocks_at(0, request.num_computed_tokens)
-            scheduler.cpu_pool.release(request.cpu_blocks[kept:], request.request_id)
+            scheduler.swapping.cpu_pool.release(request.cpu_blocks[kept:], request.request_id)
             del request.cpu_blocks[kept:]
             request.state = State.SWAPPED
-            scheduler.swapped.append(request)
+            scheduler.swapping.swapped.append(request)
 
     def _may_take(self, request: Request) -> bool:
         """Also one who has ended, if the scheduler does not know: it would go on to decode."""
@@ -127,7 +127,9 @@ class CpuServer:
         scheduler, config = self._scheduler, self._scheduler.config
         most_tokens = slots_needed(request.spec.input_tokens, scheduler.view.output_cap(request.spec))
         room = max(config.most_blocks(most_tokens), len(request.table))
-        cpu_blocks = scheduler.cpu_pool.allocate(room) if self.num_slots_taken < self.executor.max_num_seqs else None
+        cpu_blocks = (
+            scheduler.swapping.cpu_pool.allocate(room) if self.num_slots_taken < self.executor.max_num_seqs else None
+        )
         if cpu_blocks is None:
             return False
         scheduler.retire(request)

@@ -99,7 +99,7 @@ class Departures:
         if request.state is State.WAITING:
             self._leave_queue(request)
         elif request.state is State.SWAPPED:
-            scheduler.drop_swapped(request)
+            scheduler.swapping.drop(request)
         elif request.state is State.ON_CPU:
             assert scheduler.cpu_server is not None
             scheduler.cpu_server.stop(request, now_fs)
@@ -193,7 +193,7 @@ class Departures:
         elif request.state is State.WAITING:
             self._leave_queue(request)
         elif request.state is State.SWAPPED:
-            scheduler.drop_swapped(request)
+            scheduler.swapping.drop(request)
         elif request.state is State.LOADING:
             self._drop_loading(request, now_fs)
         elif request.state is State.ON_CPU:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .batch_shape import BatchShape
 from .draft import Draft
 from .log import Decisions
-from .plan import BatchShape, ScheduledRequest
+from .plan import ScheduledRequest
 from .scheduler import Scheduler
 
 
@@ -49,7 +50,7 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, taken: int | None
     if draft.shares or draft.changed_queue or draft.decodes_rest or not (stands_still or draft.turn_left):
         return 1
     limit = scheduler.decode.steps_to_completion() or 1
-    if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapped):
+    if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapping.swapped):
         limit = min(limit, draft.turn_left)  # then it is the turn of those
     if max_steps is not None:
         limit = min(limit, max_steps)

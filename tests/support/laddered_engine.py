@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sim.core.cpu_server import CpuExecutor
-from sim.core.ladder import LadderConfig, Rung
 from sim.core.policy import Policy
 from sim.core.preemption import worst_priority
 from sim.core.request import Request
+from sim.core.rungs import LadderConfig, Rung
 from sim.core.waiting import priority_queue
 from tests.support.engine_driver import DrivenStep, EngineDriver
 
