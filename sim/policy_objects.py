@@ -57,10 +57,10 @@ def factory(where: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
     module, _, attribute = name.partition(":")
     try:
         plug_in = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: a relative or an empty module
-        raise ScenarioError(f"{where} {name!r} cannot be loaded: {error}") from None
+    except Exception as error:  # whatever a module of the user's does when it is imported
+        raise ScenarioError(f"{where} {name!r} cannot be loaded: {_said(error)}") from error
     if not callable(plug_in):
-        raise ScenarioError(f"{where} {name!r} is no class, but a {type(plug_in).__name__}; write module:Class")
+        raise ScenarioError(f"{where} {name!r} cannot be called: it is a {type(plug_in).__name__}")
     made: Callable[..., Any] = plug_in
     return made
 
@@ -98,12 +98,18 @@ def bound(
     def made(config: EngineConfig) -> Any:
         try:
             return make(*positional, **arguments, **({"config": config} if takes_config else {}))
-        except (ConfigError, ScenarioError):
-            raise
-        except (TypeError, ValueError) as error:
-            raise ScenarioError(f"{where} {name!r} cannot be made {_listed(arguments)}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{where} {name!r}: {error}") from None
+        except Exception as error:  # whatever a class of the user's does when it is made
+            raise ScenarioError(f"{where} {name!r} cannot be made {_listed(arguments)}: {_said(error)}") from error
 
     return made
+
+
+def _said(error: Exception) -> str:
+    """An error in words: with its kind, where that is not one whose message stands by itself."""
+    told = isinstance(error, ImportError | AttributeError | TypeError | ValueError)
+    return str(error) if told else f"{type(error).__name__}: {error}"
 
 
 def _listed(arguments: Mapping[str, Any]) -> str:

@@ -37,11 +37,7 @@ def with_parts(
     entries = _entries(table["admission"])
     names = [name for name, _ in entries]
     policy = _with_victim(policy, preset, table["victim"], names)
-    if "max-in-flight" in names and table["max_num_queued_reqs"] is not None:
-        raise ConfigError(
-            f"max_num_queued_reqs is {table['max_num_queued_reqs']}, and admission has max-in-flight: two limits of one kind, whose times "
-            "to come back contradict each other; leave one of them out"
-        )
+    _check_given_once(names, table)
     if lora_slots is not None:
         _settle_adapter_slots(entries, lora_slots)
     if not entries:
@@ -66,6 +62,21 @@ def _entries(given: Named | list[Named] | None) -> list[tuple[str, dict[str, Any
     """Names and arguments of the admission policies."""
     several = [] if given is None else given if isinstance(given, list) else [given]
     return [split(f"[policy] admission {index}", "policy", each) for index, each in enumerate(several)]
+
+
+def _check_given_once(names: Sequence[str], table: Mapping[str, Any]) -> None:
+    """Two limits of one kind contradict each other, or one of them does nothing. Raises ConfigError."""
+    for name, key in (("max-in-flight", "max_num_queued_reqs"), ("max-queued-tokens", "max_num_queued_tokens")):
+        if name in names and table[key] is not None:
+            raise ConfigError(
+                f"{key} is {table[key]}, and admission has {name}: two limits of one kind, whose times to come back contradict each other; "
+                "leave one of them out"
+            )
+    for name in names:
+        if (
+            name in ADMISSIONS and name != "token-bucket" and names.count(name) > 1
+        ):  # two rates, over a short and a long time, make sense
+            raise ConfigError(f"admission has {name} {names.count(name)} times; one of each kind is enough")
 
 
 def _settle_adapter_slots(entries: list[tuple[str, dict[str, Any]]], slots: int) -> None:
