@@ -24,6 +24,8 @@ _PARTS_OF_QUEUE = ("steady", "__len__", "add", "put_back", "started", "head", "p
 """And of a `WaitingQueue`."""
 _RESERVATIONS = ("full-reservation", "contiguous-reservation")
 """Admission policies under which nobody is preempted."""
+_CACHE_RUNGS = ("drop_cache", "no_reuse")
+"""Actions of a ladder on what the prefix cache keeps."""
 
 
 def with_parts(
@@ -47,15 +49,35 @@ def with_parts(
     return replace(policy, admission=lambda config: Every([before(config), *(make(config) for make in makers)]))
 
 
-def idle_parts(table: Mapping[str, Any], requests: Sequence[RequestSpec]) -> list[str]:
-    """What is named and can do nothing with this load is probably not what was meant."""
-    if any(name == "lora-slots" for name, _ in _entries(table["admission"])) and not any(
-        spec.namespace.lora for spec in requests
-    ):
-        return [
-            "admission lora-slots sets nobody aside: no request asks for an adapter; say which do ([workload] loras), or leave it out"
-        ]
-    return []
+def idle_parts(
+    table: Mapping[str, Any], policy: Policy, config: EngineConfig, requests: Sequence[RequestSpec]
+) -> list[str]:
+    """What `[policy]` names and can do nothing, with this engine or this load, is probably not what was meant."""
+    rungs = [] if policy.ladder is None else [rung.action for rung in policy.ladder.rungs]
+    of_the_cache = [action for action in rungs if action in _CACHE_RUNGS]
+    by_lora_slots = any(name == "lora-slots" for name, _ in _entries(table["admission"]))
+    no_cache = not config.enable_prefix_caching
+    sentences = {
+        "admission lora-slots sets nobody aside: no request asks for an adapter; say which do ([workload] loras), or leave it out": (
+            by_lora_slots and not any(spec.namespace.lora for spec in requests)
+        ),
+        f"eviction {table['eviction']} orders nothing: without prefix caching no block is kept": (
+            no_cache and table["eviction"] != "lru"
+        ),
+        f"the ladder's {', '.join(of_the_cache)} can do nothing: without prefix caching no block is kept": (
+            no_cache and bool(of_the_cache)
+        ),
+        f"guard_priority is {table['guard_priority']}, but there is no ladder from which it could spare anybody": (
+            table["guard_priority"] != 0 and policy.ladder is None
+        ),
+        "displace_queued sends nobody away: all requests have one priority; give them several ([workload] priorities)": (
+            table["displace_queued"] and len({spec.priority for spec in requests}) < 2
+        ),
+        "fork_samples forks nobody: every request has one sample; ask for more ([workload] n)": (
+            table["fork_samples"] and all(spec.forking is None for spec in requests)
+        ),
+    }
+    return [sentence for sentence, applies in sentences.items() if applies]
 
 
 def _entries(given: Named | list[Named] | None) -> list[tuple[str, dict[str, Any]]]:

@@ -287,14 +287,35 @@ def test_a_yes_in_other_words_is_a_yes_and_the_next_policy_is_asked() -> None:
     assert Every([One(), One()]).may_start(None, 0, None) is True
 
 
-def test_slots_without_anybody_who_asks_for_an_adapter_are_pointed_out():
-    scenario = sim.Scenario(
-        model="llama-3.1-8b",
-        gpu="h100-sxm-80gb",
-        workload=WORKLOAD,
-        policy={"admission": {"policy": "lora-slots", "max_loras": 2}},
+@pytest.mark.parametrize(
+    ("policy", "more", "words"),
+    [
+        ({"admission": {"policy": "lora-slots", "max_loras": 2}}, {}, "lora-slots sets nobody aside"),
+        ({"eviction": "lfu"}, {"enable_prefix_caching": False}, "eviction lfu orders nothing"),
+        ({"eviction": "lfu", "policy": "vllm-v0"}, {}, "eviction lfu orders nothing"),
+        (
+            {"ladder": [{"action": "no_reuse", "on": 0.9, "off": 0.5}]},
+            {"enable_prefix_caching": False},
+            "no_reuse can do",
+        ),
+        ({"guard_priority": 2}, {}, "guard_priority is 2, but there is no ladder"),
+        ({"max_num_queued_reqs": 2, "displace_queued": True}, {}, "displace_queued sends nobody away"),
+        ({"fork_samples": True}, {}, "fork_samples forks nobody"),
+    ],
+)
+def test_what_can_do_nothing_is_pointed_out(policy, more, words):
+    """And what can do something is not: the same words do not come where the key has an effect."""
+    scenario = sim.Scenario(model="llama-3.1-8b", gpu="h100-sxm-80gb", workload=WORKLOAD, policy=policy)
+    said = sim.simulate(scenario.with_(**more)).summary["warnings"]
+    assert sum(words in text for text in said) == 1
+    useful = scenario.with_(
+        workload={**WORKLOAD, "num_requests": 20, "priorities": {0: 0.5, 1: 0.5}, "loras": {"a": 0.5}, "n": 2},
+        max_loras=2,
     )
-    assert any("sets nobody aside" in text for text in sim.simulate(scenario).summary["warnings"])
+    if "guard_priority" in policy:
+        useful = useful.with_(ladder=[{"action": "pause_admission", "on": 0.9, "off": 0.5}])
+    if policy.get("policy") != "vllm-v0":
+        assert not any(words in text for text in sim.simulate(useful).summary["warnings"])
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------------
@@ -327,6 +348,11 @@ def test_slots_without_anybody_who_asks_for_an_adapter_are_pointed_out():
         ({"queue": {"order": "deadline", "deadline_s": {}}}, "at least one; got {}"),
         ({"ladder": [{"action": "no_reuse", "on": -0.5, "off": -1}]}, "no_reuse goes off below -1; no signal is ever"),
         ({"victim": "os:sep"}, "'os:sep' cannot be called: it is a str"),
+        (
+            {"policy": "sglang", "scheduler_reserve_full_isl": False},
+            "the preset sglang admits .* only if its whole prompt",
+        ),
+        ({"policy": "vllm-v0", "scheduler_reserve_full_isl": False}, "vllm-v1 or ladder, or leave it on"),
         ({"queue": "fifo"}, "queue is 'fifo'; known are fcfs"),
         ({"queue": {"order": "aging"}}, "cannot be made without arguments: missing"),
         ({"queue": {"order": "aging", "s_per_level": 0}}, "above 0"),
