@@ -145,8 +145,21 @@ def _with_queue(policy: Policy, table: Mapping[str, Any]) -> Policy:
         raise ScenarioError(
             f"{where} {name!r} has no {', '.join(lacking)}; a queue has what sim.core.waiting.WaitingQueue lists"
         )
+    _check_head(where, name, make)
     bound(where, name, make, arguments, None)
     return replace(policy, queue=lambda view: make(view, **arguments))
+
+
+def _check_head(where: str, name: str, make: Callable[..., Any]) -> None:
+    """A ladder that keeps the unimportant out asks for the first of the others."""
+    if not inspect.isclass(make):
+        return
+    try:
+        inspect.signature(make.head).bind(None, important=True)  # type: ignore[attr-defined]  # it has one
+    except TypeError as error:
+        raise ScenarioError(
+            f"{where} {name!r}: its head must take important = True, for the first of those whom a ladder spares: {error}"
+        ) from None
 
 
 def _with_victim(policy: Policy, preset: Preset, name: str | None, admissions: Sequence[str]) -> Policy:

@@ -232,6 +232,7 @@ victim = "my_policies:oldest"
 
 BROKEN = """
 from sim.core.admission import AdmissionBase, Deferral
+from sim.core.waiting import KeyedQueue
 
 class Breaks(AdmissionBase):
     def __init__(self):
@@ -247,6 +248,12 @@ class DefersUnsaid(AdmissionBase):
 
 def nobody(running, known):
     return None
+
+class HeadForAll(KeyedQueue):
+    def __init__(self, view):
+        super().__init__(lambda request: 0, view)
+    def head(self):
+        return super().head()
 """
 
 
@@ -260,6 +267,7 @@ def nobody(running, known):
         ),
         ("admission = 'broken:DefersUnsaid'", r"defers '0' \(long\), but its may_defer is not True"),
         ("victim = 'broken:nobody'", "the policy's victim is None; it must be one of the 4 running requests"),
+        ("queue = 'broken:HeadForAll'", "'broken:HeadForAll': its head must take important = True"),
         ("admission = 'unreadable:Any'", "'unreadable:Any' cannot be loaded: SyntaxError: "),
     ],
 )
