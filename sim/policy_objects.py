@@ -15,6 +15,7 @@ from typing import Any
 from sim.core.config import ConfigError, EngineConfig
 
 from .scenario_errors import ScenarioError, nearest
+from .scenario_tables import whole_keys
 
 Named = str | Mapping[str, Any]
 """A name, or a table with a name and arguments."""
@@ -42,7 +43,7 @@ def split(where: str, main: str, given: Named) -> tuple[str, dict[str, Any]]:
     name = given.get(main)
     if not isinstance(name, str):
         raise ScenarioError(f"{where} is {dict(given)!r}; a table needs {main} = a name, or module:Class")
-    return name, {key: _by_rank(value) for key, value in given.items() if key != main}
+    return name, {key: whole_keys(value) for key, value in given.items() if key != main}
 
 
 def factory(where: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -115,15 +116,6 @@ def _said(error: Exception) -> str:
 def _listed(arguments: Mapping[str, Any]) -> str:
     given = ", ".join(f"{key} = {value!r}" for key, value in arguments.items())
     return f"with {given}" if given else "without arguments"
-
-
-def _by_rank(value: object) -> object:
-    """TOML knows only text for keys; a priority is a whole number."""
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key: each for key, each in value.items()
-    }
 
 
 def _is_number(value: object) -> bool:
