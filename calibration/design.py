@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from sim.core.batch_shape import BatchShape
 from sim.core.need import blocks_for
-from sim.core.plan import BatchShape
 
 from .errors import CalibrationError
 

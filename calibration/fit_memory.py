@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.memory.measured import LIMIT_TERMS, STEP_TERMS, limit_features, step_features
 from sim.memory.measured_file import SCHEMA_VERSION
 

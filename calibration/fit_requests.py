@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sim.assembly import cost_model
 from sim.costs.fitted import chosen_profile
 from sim.costs.overlap import OverlappedHost, overlapped
 from sim.costs.profile import FittedProfile
 from sim.costs.protocol import CostModel
 from sim.resolve import resolve
 from sim.scenario import Scenario
-from sim.simulation import cost_model
 
 from .errors import CalibrationError
 from .host import Correction, CorrectionFit, corrected, fit_correction, text

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.catalog.gpus import gpu as gpu_called
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.costs.profile_file import NORMAL_95
 
 from .document import document

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sim.assembly import build_workload, engine_config
 from sim.core.request import RequestSpec
 from sim.policy_choice import choose_policy
 from sim.resolve import resolve
@@ -22,7 +23,6 @@ from sim.scenario import Scenario
 from sim.scenario_errors import ScenarioError
 from sim.scenario_tables import TABLES
 from sim.sequences import sequences
-from sim.simulation import build_workload, engine_config
 
 from .errors import CalibrationError
 from .runs import RecordedRun

@@ -22,11 +22,12 @@ from gpu.real_engine import RealEngine
 from gpu.real_settings import SMALL, RealSettings
 from gpu.tokens import TokenBook
 from sim.catalog.shape import ModelShape
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_s
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.need import blocks_for
-from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
+from sim.core.plan import ScheduledRequest, StepPlan
 from sim.core.request import RequestSpec
 
 from .design import DesignPoint, Limits, Share

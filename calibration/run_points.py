@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 
 from .errors import CalibrationError
 from .quality import Quality, assess

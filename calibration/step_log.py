@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.results.files import write_json, write_text
 
 from .errors import CalibrationError

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 
 from .split import DRAWS, bootstrap
 from .tent import Array, robust_nonnegative

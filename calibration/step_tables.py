@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 
 from .step_model import StepModel
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_s
-from sim.core.plan import BatchShape, StepPlan, StepResult
+from sim.core.plan import StepPlan, StepResult
 from sim.costs.protocol import CostModel
 from sim.world.executors import ModelExecutor
 

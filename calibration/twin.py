@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sim.assembly import cost_model, engine_config
 from sim.core.request import RequestSpec
 from sim.costs.protocol import CostModel
 from sim.policy_choice import choose_policy
@@ -16,7 +17,6 @@ from sim.resolve import resolve
 from sim.results.metrics import request_gaps
 from sim.results.summary import request_columns, summarize, timeline_columns
 from sim.scenario import Scenario
-from sim.simulation import cost_model, engine_config
 from sim.world.run import run_world
 
 from .tent import Array

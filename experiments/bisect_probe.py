@@ -81,8 +81,8 @@ class Probe:
     """Runs loads in the engine of a scenario."""
 
     def __init__(self, scenario: Scenario, fails: str, state: Path | None, progress: Callable[[int], None]) -> None:
+        from sim.assembly import build_workload
         from sim.resolve import resolve
-        from sim.simulation import build_workload
 
         self.scenario = scenario
         self._fails = predicate(fails)
@@ -198,8 +198,8 @@ class _Engine:
 
 def _engine(scenario: Scenario) -> _Engine:
     """The engine of a scenario. Raises ScenarioError, ConfigError, and StartUpError when it does not start whatever the load."""
+    from sim.assembly import check_start, cost_model, device, has_memory_limit, policy_of
     from sim.resolve import resolve
-    from sim.simulation import check_start, cost_model, device, has_memory_limit, policy_of
 
     if scenario.run.executor == "torch":
         from .real_run import on_this_machine

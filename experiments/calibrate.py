@@ -219,8 +219,8 @@ def judge_command(
     from calibration.trajectories import EQUIVALENT
     from calibration.twin import simulate_requests
     from calibration.uncertainty import check_draws, draws, with_intervals
+    from sim.assembly import cost_model
     from sim.resolve import resolve
-    from sim.simulation import cost_model
 
     if recorded is None:
         raise CalibrationError("no recorded run is given; for example --run runs/rtx4090-llama-3.1-8b")

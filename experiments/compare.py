@@ -192,8 +192,8 @@ def _refuse_different_workloads(scenarios: Mapping[str, Scenario]) -> None:
 
 def _requests_vary(scenario: Scenario) -> bool:
     """Whether replications differ: a replayed trace without cancellations is the same every time."""
+    from sim.assembly import build_workload
     from sim.resolve import resolve
-    from sim.simulation import build_workload
 
     resolved = resolve(scenario)
     return build_workload(resolved, 0).requests != build_workload(resolved, 1).requests

@@ -16,11 +16,11 @@ from calibration.measure_session import REFERENCE_EVERY
 from calibration.runs import read_run
 from calibration.speed import at_speed
 from calibration.twin import simulate_requests
+from sim.assembly import cost_model
 from sim.core.plan import Executor, StepPlan, StepResult
 from sim.costs.profile import FittedProfile
 from sim.resolve import resolve
 from sim.scenario import Scenario
-from sim.simulation import cost_model
 from sim.world.executors import Recording, RecordingExecutor, ReplayExecutor
 
 from .real_run import run_scenario

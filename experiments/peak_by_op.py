@@ -104,6 +104,8 @@ def _sentence(event: OpEvent, row: dict[str, Any], phases: list[Peak]) -> str:
         else f"the ledger counts {row['predicted_bytes']:,} B for it ({row['ledger_op']}), {row['predicted_phase_bytes']:,} B with all "
         "that is live beside it"
     )
+    if event.operation in _OPERATIONS and event.served_by == "torch":
+        predicted += " (a kernel's: a torch twin takes intermediate results besides)"
     return (
         f"{event.operation}{into} (served by {by}) holds the peak of temporary memory: {event.live_bytes:,} B live; {predicted}. "
         f"The ledger's widest phase is {widest.phase}, with {_step_bytes(widest):,} B."

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import sim
+from sim.assembly import build_workload, cost_model, policy_of
 from sim.core.plan import Executor, StepPlan, StepResult
 from sim.core.policies import PRESETS
 from sim.core.request import samples
 from sim.resolve import resolve
 from sim.results.files import write_json
-from sim.simulation import build_workload, cost_model, policy_of
 from sim.world import run_world
 from sim.world.executors import ModelExecutor
 

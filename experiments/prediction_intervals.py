@@ -7,10 +7,11 @@ from typing import Any
 
 from calibration.errors import CalibrationError
 from calibration.uncertainty import SHARE, check_draws, draws, interval, sources_of
+from sim.assembly import cost_model
 from sim.costs.protocol import CostModel
 from sim.resolve import resolve
 from sim.scenario import Scenario
-from sim.simulation import cost_model, simulate
+from sim.simulation import simulate
 
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 STATISTICS = ("mean", "p50", "p90", "p99")

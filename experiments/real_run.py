@@ -211,8 +211,8 @@ def _measured_memory(result: Result) -> None:
 
 def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> None:
     """Put the table of the followed step into the summary. Raises PeakStepError when the run never came to it."""
+    from sim.assembly import device
     from sim.resolve import resolve
-    from sim.simulation import device
 
     from .peak_by_op import peak_document
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_s
-from sim.core.plan import BatchShape
 from sim.costs.piecewise import Line
 from sim.costs.profile import FittedProfile
 from sim.costs.protocol import CostModel

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from calibration.steps import TERMS, LoggingExecutor, fit_steps
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_s
 from sim.core.config import EngineConfig
-from sim.core.plan import BatchShape
 from sim.core.request import RequestSpec
 from sim.costs import FixedCost
 from sim.world.run import run_world

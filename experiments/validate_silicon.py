@@ -16,9 +16,9 @@ from typing import Any
 from calibration.readers.aiconfigurator import GPU_NAMES
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_s
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.costs import Roofline
 from sim.costs.fitted import fitted_cost
 from sim.costs.profile import FittedProfile

@@ -58,11 +58,6 @@ class CpuLane:
         """Who is here, in the order in which they came."""
         return tuple(self._guests)
 
-    def take(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
-        """A request leaves the device's `pool`, and its answer is computed to the end at once. As `receive` otherwise."""
-        self.receive(name, pool, table)
-        self.catch_up()
-
     def receive(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
         """A request leaves the device's `pool` with all its known tokens but the last computed; `catch_up` goes on. Its blocks there
         are the caller's to give back.

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from sim.core.plan import Durations, OomReport, ScheduledRequest, StepPlan, StepResult
+from sim.core.durations import Durations
+from sim.core.plan import OomReport, ScheduledRequest, StepPlan, StepResult
 from sim.core.tables import BlockTables
 
 from .cpu_moves import CpuMoves

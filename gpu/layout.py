@@ -125,10 +125,6 @@ class KVLayout:
         """Bytes of the arena that holds `num_blocks` blocks and NO_BLOCK."""
         return (num_blocks + 1) * self.block_bytes
 
-    def num_blocks_in(self, num_bytes: int) -> int:
-        """Blocks that fit into `num_bytes`, NO_BLOCK's bytes set aside."""
-        return max(num_bytes // self.block_bytes - 1, 0)
-
     # -- places ---------------------------------------------------------------------------------------------------
 
     def layer_stride_bytes(self, num_blocks: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 
 from .metering import StorageMeter
 from .ops import OPERATIONS, Ops

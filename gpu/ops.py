@@ -168,11 +168,6 @@ class Ops:
         self.served.update(record.served)
         self.fallbacks.update(record.fallbacks)
 
-    def note_fallback(self, operation: str, reason: str) -> None:
-        """Put on record that something outside this class was served by plain torch where a kernel was meant to."""
-        self.served[operation, "torch"] += 1
-        self.fallbacks[Fallback(operation, "triton", "torch", reason)] += 1
-
     def report(self) -> dict[str, Any]:
         """The record as JSON values: calls by operation and implementation, and the fallbacks with their reasons."""
         served: dict[str, dict[str, int]] = {}

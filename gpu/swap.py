@@ -26,17 +26,10 @@ from .pool import PagedKVPool
 class Transfer:
     """A batch of blocks under way."""
 
-    key: str
-    """Whose blocks."""
     num_blocks: int
     num_bytes: int
     fence: Fence
     """Passes when every block has arrived; until then neither end may be reused."""
-
-
-def _refuse_no_block(key: str, block_ids: Sequence[int]) -> None:
-    if NO_BLOCK in block_ids:
-        raise ValueError(f"{key} asks to move NO_BLOCK: leave out what slid out of the window ({list(block_ids)})")
 
 
 class _IdBuffers:
@@ -90,64 +83,19 @@ class BlockMover:
             self._ids = _IdBuffers(max(pool.num_blocks, 1), pool.device)
             self._cpu_bytes = cpu_pool.buffer.view(cpu_pool.num_blocks, pool.layout.block_bytes)
 
-    def swap_out(self, key: str, block_ids: Sequence[int]) -> Transfer | None:
-        """Start saving blocks under `key`. None, and nothing started, when the CPU pool is full.
-
-        Release the device's blocks behind the transfer's fence.
-
-        Raises:
-            KeyError: something is kept under this key already.
-            ValueError: NO_BLOCK is among the blocks: it holds nothing, and its place must be remembered by the caller.
-            OutOfMemoryError: there was no memory for the move; the slots are free again.
-        """
-        _refuse_no_block(key, block_ids)
-        slots = self.cpu_pool.keep(key, len(block_ids))
-        if slots is None:
-            return None
-        try:
-            return self._start(key, list(block_ids), slots, out=True)
-        except BaseException:
-            # A copy that was submitted before the failure may still write into them.
-            self.cpu_pool.drop(key, None if self._stream is None else CudaFence(self._stream))
-            raise
-
-    def swap_in(self, key: str, block_ids: Sequence[int], *, drop: bool = True) -> Transfer:
-        """Start bringing back what is kept under `key` into these blocks, and order the current stream after it. With
-        `drop`, the CPU slots are given back once it has arrived.
-
-        Raises:
-            KeyError: nothing is kept under this key.
-            ValueError: another number of blocks is kept, or NO_BLOCK is among them.
-        """
-        _refuse_no_block(key, block_ids)
-        slots = self.cpu_pool.slots(key)
-        if len(slots) != len(block_ids):
-            raise ValueError(f"{key} keeps {len(slots)} blocks in the CPU pool, not {len(block_ids)}")
-        transfer = self._start(key, list(block_ids), list(slots), out=False)
-        if drop:
-            self.cpu_pool.drop(key, transfer.fence)
-        return transfer
-
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Start saving device blocks into these CPU slots, which the caller owns and nobody keeps (a prefix tier that the core
-        addresses itself). Release neither end before the transfer's fence has passed.
+        """Start saving device blocks into these CPU slots, which the caller owns. Release neither end before the transfer's fence has
+        passed.
 
         Raises:
-            ValueError: not as many slots as blocks, or NO_BLOCK is among the blocks.
+            ValueError: not as many slots as blocks, or NO_BLOCK is among the blocks: it holds nothing, and the caller remembers its place.
+            OutOfMemoryError: there was no memory for the move. A copy that was submitted before may still write into the slots.
         """
-        return self._by_address(block_ids, slots, out=True)
+        return self._start(block_ids, slots, out=True)
 
     def load(self, block_ids: Sequence[int], slots: Sequence[int]) -> Transfer:
         """Start loading these CPU slots into device blocks, and order the current stream after it. As `save` otherwise."""
-        return self._by_address(block_ids, slots, out=False)
-
-    def _by_address(self, block_ids: Sequence[int], slots: Sequence[int], *, out: bool) -> Transfer:
-        _refuse_no_block("the prefix tier", block_ids)
-        if len(block_ids) != len(slots):
-            raise ValueError(
-                f"{len(block_ids)} blocks of the device and {len(slots)} slots of the CPU pool do not match"
-            )
-        return self._start("the prefix tier", list(block_ids), list(slots), out=out)
+        return self._start(block_ids, slots, out=False)
 
     def poll(self) -> None:
         """Do the copies that were put off and are due (CPU device with `latency_steps`)."""
@@ -158,12 +106,16 @@ class BlockMover:
 
     # -- the two ways ---------------------------------------------------------------------------------------------
 
-    def _start(self, key: str, block_ids: list[int], slots: list[int], *, out: bool) -> Transfer:
-        if self._stream is None:
-            fence = self._on_cpu(block_ids, slots, out=out)
-        else:
-            fence = self._on_cuda(block_ids, slots, out=out)
-        return Transfer(key, len(block_ids), len(block_ids) * self.pool.layout.block_bytes, fence)
+    def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, out: bool) -> Transfer:
+        if NO_BLOCK in block_ids:
+            raise ValueError(f"NO_BLOCK cannot be moved: leave out what slid out of the window ({list(block_ids)})")
+        if len(block_ids) != len(slots):
+            raise ValueError(
+                f"{len(block_ids)} blocks of the device and {len(slots)} slots of the CPU pool do not match"
+            )
+        move = self._on_cpu if self._stream is None else self._on_cuda
+        fence = move(list(block_ids), list(slots), out=out)
+        return Transfer(len(block_ids), len(block_ids) * self.pool.layout.block_bytes, fence)
 
     def _on_cpu(self, block_ids: list[int], slots: list[int], *, out: bool) -> Fence:
         device = (self.pool.rows, torch.tensor(block_ids, dtype=torch.int64))

@@ -11,11 +11,11 @@ from sim.core.admission import Admission, Every, default_admission
 from sim.core.batching import Batching, BatchLimits, check_batching
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.cpu_server import CpuExecutor
-from sim.core.ladder import LadderConfig, Rung, check_ladder, standard_ladder
 from sim.core.policies import PRESETS, MaxInFlight, MaxQueuedTokens
 from sim.core.policies.presets import Preset
 from sim.core.policy import Policy
 from sim.core.retention import Retention
+from sim.core.rungs import LadderConfig, Rung, check_ladder, standard_ladder
 from sim.core.waiting import priority_queue
 
 from .policy_parts import with_parts

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from sim.core.clock import FS_PER_S
 from sim.core.config import EngineConfig
+from sim.core.durations import Durations
 from sim.core.engine import EngineCore
-from sim.core.plan import Durations, StepResult
+from sim.core.plan import StepResult
 from sim.core.request import RequestSpec
 
 

@@ -4,8 +4,9 @@ import pytest
 
 import sim
 from sim.core.clock import FS_PER_S
+from sim.core.durations import Durations
 from sim.core.forking import Forking
-from sim.core.plan import Durations, StepResult
+from sim.core.plan import StepResult
 from sim.core.request import Outcome, RequestSpec, samples
 
 WINDOWS = {"num_gpu_blocks": 40, "block_size": 4}

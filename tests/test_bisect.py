@@ -99,8 +99,8 @@ def planted(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def workspace_gib(scenario: Scenario) -> float:
+    from sim.assembly import device
     from sim.resolve import resolve
-    from sim.simulation import device
 
     return device(resolve(scenario)).workspace_bytes / 2**30
 

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sim
+from sim.assembly import cost_model
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.costs.fitted import fitted_cost, profile_names
 from sim.costs.overlap import overlapped
 from sim.costs.piecewise import Field, Grid, IntegerLine, Line
 from sim.costs.profile import FittedProfile
 from sim.costs.terms import StepTerms
 from sim.resolve import resolve
-from sim.simulation import cost_model
 
 SECONDS = st.floats(0.0, 0.05, allow_nan=False)
 

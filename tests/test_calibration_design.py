@@ -15,7 +15,7 @@ from calibration.quality import assess
 from calibration.run_points import points_of
 from calibration.step_log import Step, StepRun
 from calibration.step_model import TERMS, StepModel, dense_knots, fit_model, names, told_apart, weight_samples
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import ProfileFile, model_terms
 

@@ -17,7 +17,7 @@ from calibration.step_log import StepRun, read_run
 from experiments.interval_coverage import LIMITS, noisy_run
 from sim.catalog.host import HOST
 from sim.catalog.models import model_shape
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.costs.fitted import fitted_cost
 
 pytest.importorskip("torch", reason="measuring needs torch")

@@ -17,8 +17,8 @@ from experiments.cli import main
 from experiments.interval_coverage import coverage, noisy_run, true_cost
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.costs.fitted import FOLDER, fitted_cost
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile

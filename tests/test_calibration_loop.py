@@ -24,7 +24,9 @@ from experiments.loop_runs import held_out_scenario, judge_folder, replay, run_f
 from experiments.validation.worlds import first_difference
 from sim.catalog.host import HOST
 from sim.catalog.models import model_shape
-from sim.core.plan import BatchShape, Durations, StepPlan, StepResult
+from sim.core.batch_shape import BatchShape
+from sim.core.durations import Durations
+from sim.core.plan import StepPlan, StepResult
 from sim.costs.fitted import FOLDER, fitted_cost
 from sim.world.executors import ModelExecutor
 

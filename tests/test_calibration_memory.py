@@ -15,8 +15,8 @@ from calibration.measure import MeasureSettings, make_rig
 from experiments.cli import main
 from sim.catalog.gpus import GIB
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.costs.fitted import FOLDER
 from sim.memory import build_ledger
 from sim.memory.measured import MeasuredLine, MeasuredMemory, step_features, widest_step

@@ -25,7 +25,7 @@ from experiments.exp0_sessions import with_sessions
 from experiments.fit_report import page
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.costs.fitted import fitted_cost
 from sim.costs.overlap import OverlappedHost, overlapped
 from sim.costs.profile import FittedProfile

@@ -17,7 +17,7 @@ from experiments.silicon_reasons import explained
 from experiments.validate_gaps import STATED_US, with_gap
 from sim.catalog.gpus import GPUS
 from sim.catalog.models import model_shape
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 from sim.costs.compose_attention import layer_attention
 from sim.costs.fitted import FOLDER, fitted_cost
 from sim.costs.piecewise import Line

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import FS_PER_S
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.costs import CostModel, FixedCost
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
-from sim.core.plan import BatchShape, Durations
+from sim.core.batch_shape import BatchShape
+from sim.core.durations import Durations
 from sim.costs import CostModel, FixedCost, Roofline
 from sim.costs.fitted import fitted_cost
 from sim.costs.overlap import OverlappedHost, overlapped

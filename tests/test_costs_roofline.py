@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_s
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.costs import Roofline, RooflineEfficiency
 from sim.costs.work import attended_pairs, distinct_experts
 

@@ -6,9 +6,10 @@ from experiments.validation import SCENARIOS
 from gpu.cpu_lane import CpuLane
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
+from sim.core.batch_shape import BatchShape
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
+from sim.core.plan import ScheduledRequest, StepPlan
 from sim.core.request import RequestSpec
 
 

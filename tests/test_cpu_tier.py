@@ -11,8 +11,9 @@ from __future__ import annotations
 import pytest
 
 from sim.core.config import ConfigError, EngineConfig
+from sim.core.durations import Durations
 from sim.core.engine import EngineCore
-from sim.core.plan import Durations, OomReport, StepResult
+from sim.core.plan import OomReport, StepResult
 from sim.core.policy import Batching, BatchLimits, Policy
 from sim.core.request import Outcome, RequestSpec, State
 from sim.core.tier import PrefixTier

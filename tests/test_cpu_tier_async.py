@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from sim.core.clock import FS_PER_S
 from sim.core.config import EngineConfig
-from sim.core.plan import Durations, OomReport, StepResult
+from sim.core.durations import Durations
+from sim.core.plan import OomReport, StepResult
 from sim.core.request import Outcome, RequestSpec, State
 from tests.support.tiers import (
     Copies,

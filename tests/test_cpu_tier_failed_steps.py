@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sim.core.config import AttentionGroup
-from sim.core.plan import Durations, OomReport, StepResult
+from sim.core.durations import Durations
+from sim.core.plan import OomReport, StepResult
 from tests.support.tiers import named, pass_all
 
 FAILED = StepResult(durations=Durations.one(1), oom=OomReport(op="activations", requested_bytes=2, free_bytes=1))

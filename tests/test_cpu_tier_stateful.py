@@ -91,7 +91,7 @@ class TierMachine(RuleBasedStateMachine):
             for block in sorted(self.device)
             if (key := self.pool.index.key_of(block)) is not None
             and key not in self.tier
-            and not self.pool.is_read(block)
+            and block not in self.pool.being_read
             and (self.pool.ref_cnt(block) or self.pool.is_free(block))
         ]
         chosen = data.draw(st.lists(st.sampled_from(known), unique=True, max_size=4)) if known else []

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.request import Outcome, RequestSpec, State
+from tests.support.leaping import at
+from tests.support.roomy import TICK_S
 from tests.support.tiers import (
     Copies,
     assert_nobody_is_lost,
@@ -187,6 +189,45 @@ def test_a_stretch_does_not_count_on_blocks_that_slide_out_while_a_copy_reads_th
     engine.core.pass_fence(fence, engine.now_fs)
     finish(engine)
     assert [(r.outcome, r.num_preemptions) for r in (a, b)] == [(Outcome.FINISHED, 0)] * 2
+
+
+TIGHT = EngineConfig(
+    num_gpu_blocks=52,
+    block_size=4,
+    max_model_len=93,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    kv_groups=(FULL, SLIDING),
+)
+
+
+def talk(ticks: int, name: str, names: str, input_tokens: int, output_tokens: int) -> RequestSpec:
+    """A request that arrives after `ticks`, whose prompt is named by letters, 8 tokens a letter."""
+    return at(ticks, name, input_tokens, output_tokens, max_tokens=output_tokens, **named(names, 8))
+
+
+def test_a_stretch_ends_where_the_tier_would_bring_one_that_waits_less():
+    """ "again" waits for blocks while others decode. What of its prefix is on the device is evicted meanwhile, and what the tier still has
+    costs it other blocks: it must be asked at every step, as it is when the engine steps."""
+    requests = (
+        talk(40, "first", "abcde", 45, 27),
+        talk(130, "second", "vw", 17, 34),
+        talk(220, "again", "mnop", 35, 21),
+        talk(220, "third", "ab", 17, 31),
+    )
+    tier = Copies(10, "write_through", 20 * TICK_S, 0)
+    assert_nobody_is_lost(scenario_of("vllm-v1", TIGHT, tier, requests), tier.fails)
+
+
+def test_a_stretch_ends_where_what_slides_out_of_a_window_is_next_to_be_evicted():
+    """So few blocks are free that write-back keeps all of them saved: a block that joins them is due at once, though none is taken."""
+    requests = (
+        talk(173, "first", "abcdef", 51, 12),
+        talk(181, "second", "m", 12, 25),
+        talk(189, "third", "uvwxyz", 49, 19),
+    )
+    tier = Copies(300, "write_back", TICK_S, 0)
+    assert_nobody_is_lost(scenario_of("vllm-v1", TIGHT, tier, requests), tier.fails)
 
 
 KINDS = [

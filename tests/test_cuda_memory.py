@@ -9,9 +9,7 @@ import torch
 
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset
-from gpu.cpu_pool import CpuBlockPool
 from gpu.decode_graphs import CudaCapture
-from gpu.layout import KVLayout
 from gpu.out_of_memory import typed_out_of_memory
 from gpu.readings import CudaMemoryReader
 from gpu.real_engine import RealEngine
@@ -170,16 +168,3 @@ def test_batches_for_which_there_is_no_room_have_no_graph(settings, sizes):
     if not sizes:
         assert graphs.choose([SimpleNamespace(num_tokens=1, samples=True)]) is None
         assert graphs.report()["eager_steps"] == {"the workspace is too small for any graph": 1}
-
-
-def test_a_slot_whose_copy_is_under_way_is_waited_for():
-    """For the core a place is free once the plan that emptied it is done; on the device a copy may still read it."""
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=8, dtype="float32")
-    pool = CpuBlockPool(layout, 2, pinned=False)
-    assert not pool.wait()
-    pool.keep("a", 2)
-    fence = SimpleNamespace(done=False, passed=lambda: fence.done, wait=lambda: setattr(fence, "done", True))
-    pool.drop("a", fence)
-    assert pool.keep("b", 1) is None
-    assert pool.wait()
-    assert pool.keep("b", 1) == [0]

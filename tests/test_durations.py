@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.core.clock import FS_PER_S, to_fs, to_s
-from sim.core.plan import Durations, Segment, StepResult
+from sim.core.durations import Durations, Segment
+from sim.core.plan import StepResult
 
 femtoseconds = st.integers(1, 10**13)
 segments = st.builds(Segment, st.integers(1, 9), femtoseconds, st.integers(0, 10**10))

@@ -6,7 +6,8 @@ import pytest
 
 from sim.core.blocks import IntegrityError
 from sim.core.clock import FS_PER_S
-from sim.core.plan import Durations, StepResult
+from sim.core.durations import Durations
+from sim.core.plan import StepResult
 from sim.core.request import Outcome
 
 SETTINGS = {"num_gpu_blocks": 16, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 2}

@@ -13,7 +13,8 @@ from __future__ import annotations
 import pytest
 
 from sim.core import Forking, Outcome, RequestSpec, samples
-from sim.core.plan import Durations, StepResult
+from sim.core.durations import Durations
+from sim.core.plan import StepResult
 
 FS_PER_S = 10**15
 

@@ -8,10 +8,10 @@ from sim.core.clock import FS_PER_S
 from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.draft import Draft
 from sim.core.forking import Forking
-from sim.core.ladder import LadderConfig, Rung
 from sim.core.policy import Policy
 from sim.core.preemption import worst_priority
 from sim.core.request import Outcome, RequestSpec, samples
+from sim.core.rungs import LadderConfig, Rung
 from sim.costs.constant import FixedCost
 from sim.world import run_world
 
@@ -58,7 +58,7 @@ def test_two_samples_on_paper_give_way_and_come_back_in_one_step(drive):
     (saved,) = moved(world, "swapped_out")
     assert [(name, len(pairs)) for name, pairs in saved] == [("s#0", 4), ("s#1", 2)]
     assert moved(world, "preempted") == [["s#1", "s#0"]]
-    assert world.core._scheduler.cpu_pool.num_owned == 6
+    assert world.core._scheduler.swapping.cpu_pool.num_owned == 6
     assert world.pool.num_owned == 5
     steps = world.run()
     (back,) = moved(world, "swapped_in")
@@ -69,7 +69,7 @@ def test_two_samples_on_paper_give_way_and_come_back_in_one_step(drive):
     assert not set(first.tables["s#0"][2:]) & set(first.tables["s#1"][2:])
     assert [request.num_preemptions for request in pair] == [1, 1]
     assert [request.recomputed_tokens for request in pair] == [0, 0]
-    assert world.core._scheduler.cpu_pool.num_owned == world.pool.num_owned == 0
+    assert world.core._scheduler.swapping.cpu_pool.num_owned == world.pool.num_owned == 0
 
 
 def test_a_block_that_is_not_full_is_saved_for_each_and_comes_back_without_a_copy(drive):
@@ -98,12 +98,12 @@ def test_what_is_left_of_a_swapped_pair_comes_back_whole_when_the_other_client_l
     for _ in range(8):
         world.step()
     assert world.abort("s#0")
-    assert world.core._scheduler.cpu_pool.num_owned == 4
+    assert world.core._scheduler.swapping.cpu_pool.num_owned == 4
     world.run()
     back = moved(world, "swapped_in")[0]
     assert [(name, len(pairs)) for name, pairs in back] == [("s#1", 4)]
     assert pair[1].outcome is Outcome.FINISHED
-    assert world.core._scheduler.cpu_pool.num_owned == 0
+    assert world.core._scheduler.swapping.cpu_pool.num_owned == 0
 
 
 def test_to_be_computed_again_they_share_again_what_they_shared(drive):
@@ -215,4 +215,4 @@ def test_with_room_for_them_sequences_of_a_request_are_away_together_or_not_at_a
             if family != running:
                 assert family <= gone
         running = {name for name, *_ in entry["scheduled"]}
-    assert record.recorders[0].core._scheduler.cpu_pool.num_owned == 0
+    assert record.recorders[0].core._scheduler.swapping.cpu_pool.num_owned == 0

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from sim.core.admission import CanEverFit, Every, FreeBlocks
 from sim.core.config import EngineConfig
 from sim.core.forking import Forking
-from sim.core.ladder import LadderConfig, Rung, standard_ladder
 from sim.core.policies import PRESETS, FairQueue, LoraSlots, MaxInFlight, PredictedPeak
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import worst_priority
 from sim.core.request import Outcome, RequestSpec
+from sim.core.rungs import LadderConfig, Rung, standard_ladder
 from sim.core.waiting import priority_queue
 from sim.results.bill import bill_of
 from tests.support.tenant_worlds import engines, fates, loads, run

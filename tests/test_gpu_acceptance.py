@@ -82,7 +82,8 @@ def test_the_same_folder_goes_on_and_named_stages_are_run_anew(tmp_path, monkeyp
 
     def carry_out(name, stage, device, out, limit_s, *, small):
         carried.append(name)
-        job = Job(device=device, out=out / f"{name}.json", limit_s=limit_s, finished=name != "pressure")
+        finished = name != "pressure"
+        job = Job(device=device, out=out / f"{name}.json", limit_s=limit_s, small=small, finished=finished)
         job.fail(*(["broken"] if name == "pressure" else []))
         return json.loads(job.out.read_text(encoding="utf-8"))
 
@@ -92,6 +93,11 @@ def test_the_same_folder_goes_on_and_named_stages_are_run_anew(tmp_path, monkeyp
     carried.clear()
     assert not accept("cpu", tmp_path, 60.0, command="second")
     assert carried == ["pressure"]  # it had not ended
+    for device, small in (("cuda", False), ("cpu", True)):  # what another device, or a try, has shown is no verdict
+        carried.clear()
+        accept(device, tmp_path, 60.0, small=small, command="another")
+        assert carried == list(STAGES)
+    assert not accept("cpu", tmp_path, 60.0, command="again")
     carried.clear()
     accept("cpu", tmp_path, 60.0, only=["decode"], command="third")
     assert carried == ["decode"]
@@ -132,6 +138,51 @@ def test_an_error_in_a_stage_is_a_bar_not_met(tmp_path, monkeypatch):
     assert found["finished"]
     assert found["facts"] == {"seen": 1}
     assert found["failures"] == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
+
+
+class Dead:
+    """A process that ended as those do that the system kills for memory."""
+
+    returncode = -9
+
+    def wait(self, timeout_s=None) -> int:
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("stage", "left_over", "document", "says"),
+    [
+        (
+            "validate",
+            "validate/0/validate.json",
+            '{"cells": []}',
+            "process 0 of 1 ended with exit code -9 and no verdict",
+        ),
+        ("tests", "tests.xml", "<testsuites/>", "pytest wrote nothing; exit code -9"),
+    ],
+)
+def test_a_process_that_is_killed_is_a_bar_not_met_whatever_an_earlier_one_left(
+    stage, left_over, document, says, tmp_path, monkeypatch
+):
+    (tmp_path / left_over).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / left_over).write_text(document, encoding="utf-8")
+    monkeypatch.setattr("experiments.acceptance.processes.subprocess.Popen", lambda command, **settings: Dead())
+    job = Job(device="cpu", out=tmp_path / f"{stage}.json", limit_s=60, small=True)
+    STAGES[stage].run(job)
+    assert job.failures == [says]
+
+
+def test_scenarios_without_a_verdict_are_a_bar_not_met(tmp_path, monkeypatch):
+    def verdict_on_nothing(command, **settings):
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir(parents=True)
+        (out / "validate.json").write_text('{"cells": []}', encoding="utf-8")
+        return Dead()
+
+    monkeypatch.setattr("experiments.acceptance.processes.subprocess.Popen", verdict_on_nothing)
+    job = Job(device="cpu", out=tmp_path / "validate.json", limit_s=60, small=True)
+    STAGES["validate"].run(job)
+    assert job.failures == ["0 cells of 1 have a verdict"]
 
 
 def test_counts_and_failures_are_read_from_what_pytest_wrote(tmp_path):

@@ -43,13 +43,6 @@ def test_chunks_tile_the_arena_without_gap_or_overlap(layout, num_blocks):
     assert all(start % 16 == 0 for start in starts)
 
 
-@given(layouts, st.integers(0, 10**12))
-def test_as_many_blocks_as_fit_are_counted(layout, num_bytes):
-    blocks = layout.num_blocks_in(num_bytes)
-    assert layout.arena_bytes(blocks) <= num_bytes or blocks == 0
-    assert layout.arena_bytes(blocks + 1) > num_bytes
-
-
 def test_only_fp8_has_scales():
     sizes = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
     assert [KVLayout(**sizes, kv_cache_dtype=name).scaling for name in ("auto", "fp8", "fp8_per_token_head")] == [

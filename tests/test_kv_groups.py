@@ -10,7 +10,8 @@ import pytest
 
 from sim.core.blocks import NO_BLOCK
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
-from sim.core.plan import Durations, OomReport, StepResult
+from sim.core.durations import Durations
+from sim.core.plan import OomReport, StepResult
 from sim.core.request import Outcome, RequestSpec
 from sim.costs.constant import FixedCost
 from sim.world import run_world

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim import Scenario, simulate
+from sim.assembly import core_groups
 from sim.core.blocks import BlockPool
 from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.groups import GroupTables
 from sim.core.request import Outcome
 from sim.memory import build_ledger
-from sim.simulation import core_groups
 from tests.support.attention_groups import config, group_sets
 
 # -- one need (I5) -----------------------------------------------------------------------------------------------------

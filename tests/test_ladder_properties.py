@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from sim.core import Batching, EngineConfig, Policy, RequestSpec
 from sim.core.cpu_server import CpuExecutor
-from sim.core.ladder import ACTIONS, SIGNALS, LadderConfig, Rung
 from sim.core.preemption import last_admitted, worst_priority
+from sim.core.rungs import ACTIONS, SIGNALS, LadderConfig, Rung
 from sim.core.waiting import FcfsQueue, priority_queue
 from sim.costs.constant import FixedCost
 from tests.support.leaping import Scenario, assert_leap_equals_step, everything
@@ -68,6 +68,7 @@ def scenarios(draw):
         num_cpu_blocks=draw(st.sampled_from([3, 50, 200])) if swap else 0,
         num_cpu_prefix_blocks=draw(st.sampled_from([3, 50])) if tier else 0,
         cpu_prefix_mode=draw(st.sampled_from(["write_through", "write_back"])),
+        async_scheduling=draw(st.booleans()),
     )
     policy = Policy(
         queue=draw(st.sampled_from([FcfsQueue, priority_queue])),

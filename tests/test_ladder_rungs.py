@@ -3,10 +3,10 @@
 import pytest
 
 from sim.core import ConfigError, Durations, Outcome, State, StepResult
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import FS_PER_S
 from sim.core.cpu_server import CpuExecutor
-from sim.core.ladder import Rung
-from sim.core.plan import BatchShape
+from sim.core.rungs import Rung
 from tests.support.laddered_engine import LadderedEngine
 
 

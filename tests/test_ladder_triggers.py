@@ -3,7 +3,7 @@
 import pytest
 
 from sim.core import ConfigError
-from sim.core.ladder import LadderConfig, Rung, check_ladder, standard_ladder
+from sim.core.rungs import LadderConfig, Rung, check_ladder, standard_ladder
 from tests.support.laddered_engine import LadderedEngine
 
 # -- triggers ----------------------------------------------------------------------------------------------------------

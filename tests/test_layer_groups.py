@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from gpu.layer_groups import LayerGroups
 from gpu.layout import KVLayout
+from sim.assembly import core_groups
 from sim.catalog.layers import AttentionShape
 from sim.catalog.models import model_shape
 from sim.catalog.shape import ModelShape
 from sim.core.config import AttentionGroup, ConfigError
 from sim.memory import build_ledger
-from sim.simulation import core_groups
 
 FULL = AttentionGroup(block_size=16)
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.core.batch_shape import BatchShape
 from sim.core.config import EngineConfig
+from sim.core.durations import Durations, Segment
 from sim.core.engine import EngineCore
-from sim.core.plan import BatchShape, Durations, ScheduledRequest, Segment, StepPlan, StepResult
+from sim.core.plan import ScheduledRequest, StepPlan, StepResult
 from sim.core.request import RequestSpec
 from sim.costs.constant import FixedCost
 from sim.costs.protocol import CostModel

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from sim.catalog.gpus import GIB, gpu
 from sim.catalog.models import model_shape
-from sim.core.plan import BatchShape, Durations, OomReport, StepPlan, StepResult
+from sim.core.batch_shape import BatchShape
+from sim.core.durations import Durations
+from sim.core.plan import OomReport, StepPlan, StepResult
 from sim.core.request import Outcome
 from sim.costs.protocol import CostModel
 from sim.memory import build_ledger

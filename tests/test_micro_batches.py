@@ -17,10 +17,10 @@ from sim.core.batching import Batching, BatchLimits
 from sim.core.clock import FS_PER_S
 from sim.core.config import EngineConfig
 from sim.core.forking import Forking
-from sim.core.ladder import LadderConfig, Rung
 from sim.core.policies import NewTokenRatio, RatioSettings
 from sim.core.policy import Policy
 from sim.core.request import Outcome, Request, RequestSpec
+from sim.core.rungs import LadderConfig, Rung
 from sim.costs.constant import FixedCost
 from sim.world import run_world
 

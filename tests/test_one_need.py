@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from sim.core.admission import AdmissionBase, Rejection, default_admission
 from sim.core.config import EngineConfig
+from sim.core.durations import Durations
 from sim.core.engine import EngineCore
-from sim.core.plan import Durations, StepPlan, StepResult
+from sim.core.plan import StepPlan, StepResult
 from sim.core.policy import Policy
 from sim.core.request import Outcome, Request, RequestSpec
 from sim.core.tables import Allocation, BlockTable

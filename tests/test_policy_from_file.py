@@ -162,8 +162,8 @@ def adapters_at_once(result, shares):
 
 @pytest.mark.parametrize(("policy", "most"), [("", 2), ("admission = {policy = 'lora-slots', max_loras = 1}", 1)])
 def test_adapters_run_as_many_at_once_as_the_engine_holds_or_the_policy_says(tmp_path, policy, most):
+    from sim.assembly import build_workload
     from sim.resolve import resolve
-    from sim.simulation import build_workload
 
     result = run(tmp_path, policy)
     sent = build_workload(resolve(sim.Scenario.load(tmp_path / "scenario.toml"))).requests

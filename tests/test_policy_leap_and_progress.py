@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from sim.core.admission import AdmissionBase, CanEverFit, Every, FreeBlocks
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.ladder import standard_ladder
 from sim.core.policies import (
     PRESETS,
     BackOfTheQueue,
@@ -43,6 +42,7 @@ from sim.core.policies import (
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import Outcome, RequestSpec
+from sim.core.rungs import standard_ladder
 from sim.core.waiting import aging_queue, priority_queue
 from tests.support.roomy import TICK_S
 from tests.support.tenant_worlds import engines, fates, loads, run

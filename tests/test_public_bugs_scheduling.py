@@ -164,7 +164,7 @@ def test_b09_nobody_starts_while_somebody_is_swapped_out_and_a_full_cpu_pool_end
     assert recomputed
     assert [request.outcome for request in engine.ended] == [Outcome.FINISHED] * 16
     assert engine.pool.num_free == 24
-    assert engine.core._scheduler.cpu_pool.num_free == 8
+    assert engine.core._scheduler.swapping.cpu_pool.num_free == 8
 
 
 def test_b10_a_decode_that_needs_a_third_of_two_blocks_is_refused_at_arrival(drive):

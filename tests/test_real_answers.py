@@ -194,6 +194,18 @@ def test_a_beam_that_forks_and_is_preempted_in_one_step_leaves_nothing_behind():
     assert changed_answers(run, reference_answers(scenario)) == []
 
 
+def test_a_sample_that_ends_by_the_fork_that_starts_it_has_its_token():
+    """The fork comes with the last step of all, so that no plan tells of it."""
+    first, second = samples(
+        RequestSpec(request_id="r", arrival_s=0.0, input_tokens=1, output_tokens=1, n=2, forking=Forking(width=2))
+    )
+    scenario = replace(SCENARIOS["samples-0"], name="two", requests=(first, second))
+    run = run_for_real(scenario, preset("orca"))
+    assert "forked" in run.decisions[-1]
+    assert [len(answer) for answer in run.answers.values()] == [1, 1]
+    assert changed_answers(run, reference_answers(scenario)) == []
+
+
 def test_other_durations_are_another_run():
     """The comparison is not blind: played back three times as slow, a run decides differently."""
     scenario = SCENARIOS["leavers-0"]
@@ -212,6 +224,15 @@ def test_a_wrong_answer_is_seen():
     assert set(changed_answers(run, other)) == {request.request_id for request in run.requests}
     longest = max(run.answers.values(), key=len)
     assert len(set(longest)) > len(longest) // 2, "a model that repeats itself would hide a lost context"
+
+
+def test_an_answer_that_ends_too_soon_is_seen():
+    scenario = SCENARIOS["pressure-0"]
+    run = run_for_real(scenario, preset("vllm-v1"), wrap=paced)
+    reference = reference_answers(scenario)
+    assert changed_answers(run, reference) == []
+    first = run.requests[0].request_id
+    assert changed_answers(replace(run, answers={**run.answers, first: run.answers[first][:-1]}), reference) == [first]
 
 
 def test_a_lossy_rung_changes_answers_and_says_so():

@@ -93,11 +93,11 @@ def test_b23_an_aborted_load_keeps_its_blocks_until_it_has_arrived():
     pool.begin_step(0)
     pool.assign("A", [1, 2, 3, 4], 32)
     pool.rows.strided[1:5].fill_(1)
-    mover.swap_out("A", [1, 2, 3, 4])
+    mover.save([1, 2, 3, 4], [0, 1, 2, 3])
     pool.release("A", [1, 2, 3, 4])
     mover.latency_steps = 2
     pool.assign("A", [5, 6, 7, 8], 32)
-    load = mover.swap_in("A", [5, 6, 7, 8])
+    load = mover.load([5, 6, 7, 8], [0, 1, 2, 3])
     pool.release("A", [5, 6, 7, 8], fence=load.fence)  # aborted with the copy under way
     with pytest.raises(
         FenceError, match=r"block 5 was given to B at step 0 before the fence of its release by A at step 0"

@@ -163,10 +163,19 @@ def test_a_hard_limit_on_the_cpu_ends_the_run_s_requests_and_not_the_run(tmp_pat
     text = UNDER_PRESSURE.replace("num_requests = 200", "num_requests = 12").replace(
         'device = "cpu"', "device_limit_bytes = {}"
     )
-    scenario.write_text(text.format(12_500_000), encoding="utf-8")
+    scenario.write_text(text.format(20_000_000), encoding="utf-8")
     assert main(["run", str(scenario), "--json"]) == 0
+    taken = json.loads(capsys.readouterr().out)["executors"][0]["bytes"]
+    limit = taken["weights"] + taken["kv_cache"] + taken["workspace"] + 100  # the checks of a step take more than that
+    scenario.write_text(text.format(limit), encoding="utf-8")
+    assert main(["run", str(scenario), "--json", "--check"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["finished"] + summary["aborted"] + summary["failed"] == 12
+    assert summary["finished"] > 0
+    assert summary["failed"] > 0
+    device = summary["executors"][0]
+    assert device["oom_steps"] > 0
+    assert (device["blocks"]["allocated"], device["blocks"]["quarantined"]) == (0, 0)
     scenario.write_text(text.format(2_000_000), encoding="utf-8")
     assert main(["run", str(scenario)]) == 2
     message = capsys.readouterr().err

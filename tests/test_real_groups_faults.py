@@ -14,10 +14,11 @@ from gpu.layout import KVLayout
 from gpu.ops import Ops
 from gpu.plan_moves import PlanMoves
 from gpu.pool import PagedKVPool, PoisonedReadError
+from sim.core.batch_shape import BatchShape
 from sim.core.blocks import BlockPool, DoubleFreeError, IntegrityError
 from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.groups import tables_of
-from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
+from sim.core.plan import ScheduledRequest, StepPlan
 from tests.support.tampered import tampering
 
 

@@ -14,9 +14,10 @@ from gpu.layout import KVLayout
 from gpu.pool import PagedKVPool
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
+from sim.core.batch_shape import BatchShape
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
+from sim.core.plan import ScheduledRequest, StepPlan
 from sim.core.request import RequestSpec
 
 
@@ -123,7 +124,8 @@ def test_a_request_that_goes_on_on_the_cpu_gets_the_same_answer(back_after):
 
     context = steps((1, 2, 3, 4, 5, 6), 0, 9, 5)
     assert context == 13
-    lane.take("r", forward.pool, (1, 2, 3, 4))
+    lane.receive("r", forward.pool, (1, 2, 3, 4))
+    lane.catch_up()
     forward.pool.release("r", (1, 2, 3, 4, 5, 6))
     assert lane.guests == ("r",)
     assert lane.computed_tokens == 12 - 5
@@ -146,9 +148,9 @@ def test_nobody_is_on_the_cpu_twice():
     forward.pool.assign("r", (1,), 0)
     assert len(engine.tokens.tokens("r", 0, 3)) == 3
     engine.tokens.record("r", 3, 5)
-    lane.take("r", forward.pool, (1,))
+    lane.receive("r", forward.pool, (1,))
     with pytest.raises(ValueError, match="r is on the CPU already"):
-        lane.take("r", forward.pool, (1,))
+        lane.receive("r", forward.pool, (1,))
     lane.drop("r")
     with pytest.raises(KeyError):
         lane.drop("r")

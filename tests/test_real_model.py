@@ -106,14 +106,15 @@ def test_a_sequence_that_was_swapped_out_goes_on_where_it_was(bench):
     table = bench.tables.new("victim")
     bench.feed(table, tokens, [21, 1])
     bench.slide(table, 22)
-    mover.swap_out("victim", bench.tables.computed(table, 22))
+    saved = bench.tables.computed(table, 22)
+    mover.save(saved, range(len(saved)))
     bench.give_back(table)
     bench.feed(bench.tables.new("intruder"), bench.tokens(10), [30])
     for kind, own in zip(bench.tables.groups, table.groups, strict=True):
         own.blocks = [NO_BLOCK] * skipped_blocks(22, kind.block_size, kind.window)
     bench.tables.grow(table, 22, 1)
     bench.assign(table, 22)
-    mover.swap_in("victim", bench.tables.computed(table, 22))
+    mover.load(bench.tables.computed(table, 22), range(len(saved)))
     (row,) = bench.run((table, tokens, 22, 1))
     assert_equal(row, bench.logits(tokens)[22])
 

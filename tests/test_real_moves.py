@@ -11,10 +11,11 @@ from gpu.plan_moves import PlanMoves
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
 from gpu.swap import BlockMover
+from sim.core.batch_shape import BatchShape
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import BatchShape, StepPlan
+from sim.core.plan import StepPlan
 from sim.core.request import RequestSpec
 from tests.support.moving_device import LAYOUT, Device
 

@@ -20,7 +20,8 @@ from gpu.timing import step_timer
 from gpu.tokens import TokenBook
 from sim.core.clock import to_fs
 from sim.core.config import ConfigError
-from sim.core.plan import Durations, OomReport, StepPlan, StepResult
+from sim.core.durations import Durations
+from sim.core.plan import OomReport, StepPlan, StepResult
 from sim.core.prefix import BlockKeys, KeyTable
 from sim.core.request import RequestSpec, samples
 from sim.costs import FixedCost

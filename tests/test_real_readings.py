@@ -18,8 +18,8 @@ from gpu.readings import MemoryReading, StepReading, storage_bytes
 from gpu.workspace import Workspace
 from sim.catalog.gpus import gpu
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import FS_PER_S
-from sim.core.plan import BatchShape
 from sim.memory import build_ledger
 from sim.memory.device import Device
 from sim.memory.faults import read_faults
@@ -233,6 +233,7 @@ def test_the_command_names_the_operation_and_writes_the_table(tmp_path, capsys):
     assert "Measured  " in text
     assert "Simulated  " not in text, "its time is what the steps took"
     assert "(served by torch) holds the peak of temporary memory" in text
+    assert "a torch twin takes intermediate results besides" in text
     with (out / "peak_by_op.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     (peak,) = [row for row in rows if row["is_peak"] == "true"]

@@ -15,6 +15,7 @@ from experiments.validation.worlds import changed_answers, preset, with_engine
 from gpu.metering import allocation_meter
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
+from sim.assembly import core_groups
 from sim.catalog.models import model_shape
 from sim.core.clock import to_fs
 from sim.core.config import AttentionGroup, EngineConfig
@@ -22,7 +23,6 @@ from sim.core.engine import EngineCore
 from sim.core.plan import ScheduledRequest, StepPlan
 from sim.core.request import RequestSpec
 from sim.memory import build_ledger
-from sim.simulation import core_groups
 
 
 def groups_of(shape) -> tuple[AttentionGroup, ...]:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from sim.core.clock import to_fs
 from sim.core.config import AttentionGroup, EngineConfig
+from sim.core.durations import Durations
 from sim.core.engine import EngineCore
-from sim.core.ladder import LadderConfig, Rung
-from sim.core.plan import Durations, OomReport, StepPlan, StepResult
+from sim.core.plan import OomReport, StepPlan, StepResult
 from sim.core.policy import Policy
 from sim.core.request import Outcome, RequestSpec
+from sim.core.rungs import LadderConfig, Rung
 from sim.world import run_world
 from sim.world.executors import ModelExecutor
 from tests.support.pressed_engines import STEP, Load, loads

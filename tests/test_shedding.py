@@ -9,7 +9,6 @@ from sim.core import shedding as shedding_module
 from sim.core.admission import AdmissionBase, CanEverFit, Deferral, Every, FreeBlocks
 from sim.core.clock import FS_PER_S
 from sim.core.draft import Draft
-from sim.core.ladder import LadderConfig, Rung
 from sim.core.policies import (
     BackOfTheQueue,
     FairQueue,
@@ -18,6 +17,7 @@ from sim.core.policies import (
     shortest_predicted_queue,
 )
 from sim.core.preemption import worst_priority
+from sim.core.rungs import LadderConfig, Rung
 from sim.core.waiting import FcfsQueue, aging_queue, priority_queue
 from sim.costs.constant import FixedCost
 from tests.support.leaping import Scenario, assert_leap_equals_step
@@ -208,9 +208,9 @@ def test_an_important_swapped_request_does_not_wait_behind_a_paused_one(drive):
     for request in (high, low):
         scheduler.shortage.give_way([request], relief, world.now_fs)
     world.core._note(relief, world.now_fs)
-    assert [request.request_id for request in scheduler.swapped] == ["low", "high"]
+    assert [request.request_id for request in scheduler.swapping.swapped] == ["low", "high"]
     assert world.step().tokens == {"runs": 1, "high": 1}
-    assert [request.request_id for request in scheduler.swapped] == ["low"]
+    assert [request.request_id for request in scheduler.swapping.swapped] == ["low"]
     world.run()
     assert (high.outcome, low.outcome) == (Outcome.FINISHED, Outcome.FINISHED)
 

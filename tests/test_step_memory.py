@@ -6,8 +6,8 @@ import pytest
 
 from sim.catalog.gpus import GIB, gpu
 from sim.catalog.models import model_shape
+from sim.core.batch_shape import BatchShape
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape
 from sim.memory import build_ledger
 from sim.memory.device import Device
 from sim.memory.faults import Fault, Faults, read_faults

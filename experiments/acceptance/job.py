@@ -55,6 +55,8 @@ class Job:
     def write(self) -> None:
         """Write down what is known."""
         document = {
+            "device": self.device,
+            "small": self.small,
             "finished": self.finished,
             "seconds": round(time.perf_counter() - self.started_s, 1),
             "failures": self.failures,

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from sim.core.policies import PRESETS
+
 from .job import Job, SkippedError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +33,7 @@ def run_tests(job: Job) -> None:
     if job.small:
         marked = [file for file in marked if file.name in SMALL_TESTS]
     junit = job.out.with_suffix(".xml")
+    junit.unlink(missing_ok=True)  # an earlier run's is not this one's
     command = [
         sys.executable, "-m", "pytest", "-m", "gpu and not slow and not benchmarks", "-q", "-p", "no:cacheprovider",
         "-W", "default",  # another release of torch may warn of other things: no bar
@@ -54,6 +57,8 @@ def run_tests(job: Job) -> None:
     found = read_junit(junit)
     job.note(**found)
     job.fail(*found["failed"])
+    if process.returncode and not job.failures:
+        job.fail(f"pytest ended with exit code {process.returncode}, and no test failed")
     if job.cuda and not found["passed"]:
         job.fail("no test was run")
 
@@ -75,36 +80,40 @@ def run_validate(job: Job) -> None:
     from ..validation import SCENARIOS, Cell
 
     names = list(SCENARIOS)[:1] if job.small else list(SCENARIOS)
+    presets = ["vllm-v1"] if job.small else list(PRESETS)
     workers = min(_workers(), len(names))
     folder = job.out.parent / "validate"
-    running = [
-        _validate(job, names[turn::workers], folder / str(turn), ["--preset", "vllm-v1"] if job.small else [])
-        for turn in range(workers)
-    ]
+    running = [_validate(job, names[turn::workers], folder / str(turn), presets) for turn in range(workers)]
+    late: set[int] = set()
     for turn, process in enumerate(running):
         try:
             process.wait(max(job.left_s - 10, 1))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            late.add(turn)
             job.fail(f"process {turn} of {workers} did not end in time: {', '.join(names[turn::workers])}")
     cells: list[Cell] = []
     for turn, process in enumerate(running):
         file = folder / str(turn) / "validate.json"
         if file.is_file():
             cells += [Cell(**cell) for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]]
-        elif process.returncode not in (0, -signal.SIGKILL):
+        elif turn not in late:
             job.fail(f"process {turn} of {workers} ended with exit code {process.returncode} and no verdict")
+    if not job.failures and len(cells) != len(names) * len(presets):
+        job.fail(f"{len(cells)} cells of {len(names) * len(presets)} have a verdict")
     wrong = [f"{cell.scenario} under {cell.preset}: {cell.error or 'differs'}" for cell in cells if not cell.ok]
     job.note(cells=len(cells), well=len(cells) - len(wrong), steps=sum(cell.facts.get("steps", 0) for cell in cells))
     job.fail(*wrong)
 
 
-def _validate(job: Job, scenarios: list[str], out: Path, more: list[str]) -> subprocess.Popen[bytes]:
+def _validate(job: Job, scenarios: list[str], out: Path, presets: list[str]) -> subprocess.Popen[bytes]:
+    (out / "validate.json").unlink(missing_ok=True)  # an earlier run's is not this one's
     flags = [flag for name in scenarios for flag in ("--scenario", name)]
+    flags += [flag for name in presets for flag in ("--preset", name)]
     run = "import sys; from experiments.cli import main; sys.exit(main())"
     return subprocess.Popen(
-        [sys.executable, "-c", run, "validate", "--device", job.device, "--out", str(out), *flags, *more], cwd=ROOT
+        [sys.executable, "-c", run, "validate", "--device", job.device, "--out", str(out), *flags], cwd=ROOT
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.scenario_text import scenario_text
+from sim.core.batch_shape import BatchShape
 from sim.core.blocks import DoubleFreeError
-from sim.core.plan import BatchShape
 from sim.memory import NoRoomError
 from sim.memory.start_up import StartUpError
 from sim.scenario import Scenario
@@ -113,8 +113,8 @@ def base_of(case: Case) -> Scenario:
 
 def room(scenario: Scenario, extra: frozenset[str] = frozenset()) -> tuple[int, int, int]:
     """Bytes that the account leaves for a step, what the first step of the load needs, and the most that any may need."""
+    from sim.assembly import device
     from sim.resolve import resolve
-    from sim.simulation import device
 
     resolved = resolve(scenario)
     memory = device(resolved)

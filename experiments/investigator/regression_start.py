@@ -85,7 +85,7 @@ def _ledger(scenario: Scenario) -> Any:
 
 
 def _device(scenario: Scenario) -> Any:
+    from sim.assembly import device
     from sim.resolve import resolve
-    from sim.simulation import device
 
     return device(resolve(scenario))

@@ -89,6 +89,7 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733; }}
 table {{ border-collapse: collapse; }} th, td {{ border: 1px solid #d5dbe1; padding: .25rem .5rem; text-align: left; }}
 td.good {{ background: #e6f4ea; }} td.bad {{ background: #fbe4e2; font-weight: 600; }}
+small {{ white-space: nowrap; }}
 p.good {{ color: #146c2e; font-size: 1.25rem; }} p.bad {{ color: #a1201b; font-size: 1.25rem; }}
 </style></head><body>
 <h1>kvtwin validate</h1>

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sim.assembly import core_groups
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
 from sim.core.forking import Forking
 from sim.core.request import RequestSpec, samples
 from sim.memory import build_ledger
-from sim.simulation import core_groups
 
 if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape

@@ -85,7 +85,7 @@ def run_for_real(
     )
     cores: list[EngineCore] = []
     recorders: list[RecordingExecutor] = []
-    decisions: list[dict[str, object]] = []
+    decisions: list[dict[str, Any]] = []
 
     def executor(core: EngineCore) -> RecordingExecutor:
         inner = engine.executor(core)
@@ -103,6 +103,10 @@ def run_for_real(
         check=checked,
         decision_log=decisions.append,
     )
+    for child, source in decisions[-1].get("forked", ()) if decisions else ():
+        engine.tokens.fork(
+            child, source
+        )  # whoever ends by the fork that starts it, after the last plan, is told to no executor
     made, pool = engine.executors[0], cores[0].pool
     made.pool.check(cores[0].running_tables)
     return Recorded(
@@ -141,13 +145,21 @@ def reference_answers(scenario: SmallScenario, *, device: str = "cpu", **setting
 
 
 def changed_answers(run: Recorded, reference: dict[str, list[int]]) -> list[str]:
-    """Requests whose tokens differ from the reference, as far as they got; those that a lossy rung touched do not count."""
+    """Requests whose tokens differ from the reference, those that a lossy rung touched apart: the whole answer of one that finished and
+    that no rung touched, else as far as it got.
+    """
     return [
         request.request_id
         for request in run.requests
         if not LOSSY.intersection(request.degraded)
-        and run.answers[request.request_id] != reference[request.request_id][: len(run.answers[request.request_id])]
+        and run.answers[request.request_id] != reference[request.request_id][: _comparable(request, run)]
     ]
+
+
+def _comparable(request: Request, run: Recorded) -> int | None:
+    """How many tokens of an answer must be those of the reference; None for all of them."""
+    whole = request.outcome is Outcome.FINISHED and not request.degraded
+    return None if whole else len(run.answers[request.request_id])
 
 
 def first_difference(real: list[dict[str, object]], simulated: list[dict[str, object]]) -> str | None:

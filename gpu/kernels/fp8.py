@@ -10,9 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MAX = tl.constexpr(448.0)
-"""The largest e4m3fn number."""
-
 
 @triton.jit
 def decode_e4m3(byte, NATIVE: tl.constexpr):

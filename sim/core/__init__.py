@@ -4,12 +4,14 @@
 """
 
 from .admission import Admission, AdmissionBase, Every, Rejection
+from .batch_shape import BatchShape
 from .blocks import BlockPool, DoubleFreeError, IntegrityError
 from .config import ConfigError, EngineConfig
+from .durations import Durations
 from .engine import EngineCore
 from .facts import ProgressError
 from .forking import Forking
-from .plan import BatchShape, Durations, Executor, ScheduledRequest, StepPlan, StepResult
+from .plan import Executor, ScheduledRequest, StepPlan, StepResult
 from .policy import Batching, Policy
 from .request import Namespace, Outcome, Request, RequestSpec, State, samples
 from .tables import BlockTable, BlockTables

@@ -16,8 +16,10 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     decode = scheduler.decode
     holders = list(scheduler.holders())
     scheduler.pool.check((request.request_id, request.table.blocks) for request in holders)
-    on_cpu = () if scheduler.cpu_server is None else scheduler.cpu_server.serving
-    scheduler.cpu_pool.check((request.request_id, request.cpu_blocks) for request in (*scheduler.swapped, *on_cpu))
+    on_cpu = () if scheduler.cpu_server is None else (*scheduler.cpu_server.serving, *scheduler.cpu_server.leaving)
+    scheduler.swapping.cpu_pool.check(
+        (request.request_id, request.cpu_blocks) for request in (*scheduler.swapping.swapped, *on_cpu)
+    )
     for order, request in scheduler.running.items():
         tokens = decode.computed(request)
         if draft is not None:
@@ -46,7 +48,9 @@ def check_books(scheduler: Scheduler, draft: Draft | None, num_unfinished: int) 
     )
     if decode.filled_slots != filled:
         raise IntegrityError(f"the decode set has {filled} filled slots, {decode.filled_slots} are counted")
-    in_system = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapped) + scheduler.families.num_held
+    in_system = (
+        len(scheduler.running) + len(scheduler.waiting) + len(scheduler.swapping.swapped) + scheduler.families.num_held
+    )
     in_system += len(on_cpu)
     if scheduler.offload is not None:
         scheduler.offload.tier.check()

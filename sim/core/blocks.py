@@ -12,7 +12,9 @@ from collections.abc import Iterable, KeysView, Sequence
 from itertools import chain
 
 from .eviction import EVICTIONS, LruQueue
+from .pool_books import PoolBooks
 from .prefix import PrefixIndex
+from .quarantine import Quarantine
 from .ranked_eviction import RetentionQueue
 from .retention import Course
 
@@ -50,12 +52,7 @@ class BlockPool:
         )  # released blocks, in the order in which they are taken
         self.ages = isinstance(self._freed, RetentionQueue)
         """Whether the order in which blocks are taken depends on the time, so that `tick` matters."""
-        self._fences: dict[
-            int, list[tuple[list[int], float]]
-        ] = {}  # fence -> blocks that become free when it has passed
-        self._quarantined: set[int] = set()
-        self._read_by: dict[int, int] = {}  # blocks that a copy reads -> the fence behind which it has read them
-        self._reads: dict[int, tuple[list[int], list[int]]] = {}  # fence -> those blocks, and those of them set aside
+        self._quarantine = Quarantine()
         self._released_by: dict[int, str] = {}
         self.num_free = num_blocks
         """Blocks that can be allocated now, cached ones included."""
@@ -69,12 +66,12 @@ class BlockPool:
     @property
     def num_quarantined(self) -> int:
         """Blocks released behind a fence that has not passed."""
-        return len(self._quarantined)
+        return len(self._quarantine.blocks)
 
     @property
     def num_owned(self) -> int:
         """Distinct blocks that somebody holds."""
-        return self.num_blocks - self.num_free - len(self._quarantined)
+        return self.num_blocks - self.num_free - len(self._quarantine.blocks)
 
     def ref_cnt(self, block_id: int) -> int:
         """How many tables hold a block."""
@@ -128,7 +125,7 @@ class BlockPool:
         ref_cnt = self._ref_cnt
         for block_id in block_ids:
             if block_id != NO_BLOCK and not self.ref_cnt(block_id) and block_id not in self._freed:
-                where = "in quarantine" if block_id in self._quarantined else "not allocated"
+                where = "in quarantine" if block_id in self._quarantine.blocks else "not allocated"
                 raise ValueError(f"block {block_id} is {where}: its content cannot be shared")
         for block_id in block_ids:
             if block_id == NO_BLOCK:
@@ -144,7 +141,7 @@ class BlockPool:
 
     def find(self, keys: Iterable[int]) -> list[int]:
         """Blocks holding the longest run of `keys`. Takes nothing. Quarantined blocks cannot be found."""
-        return self.index.find(keys, self._quarantined)
+        return self.index.find(keys, self._quarantine.blocks)
 
     def peek(self, num_blocks: int) -> list[int]:
         """The blocks the next allocations will take, in order, without taking them."""
@@ -178,13 +175,14 @@ class BlockPool:
             released_by[block_id] = by
             if not ref_cnt[block_id]:
                 idle.append(block_id)
+        quarantine = self._quarantine
         if fence is not None:
-            self._wait(idle, fence, worth)
-        elif self._read_by:
+            quarantine.wait(idle, fence, worth)
+        elif read_by := quarantine.read_by:
             for block_id in idle:
-                if block_id in self._read_by:
-                    self._wait([block_id], self._read_by[block_id], worth)
-            self._queue([block_id for block_id in idle if block_id not in self._read_by], worth)
+                if block_id in read_by:
+                    quarantine.wait([block_id], read_by[block_id], worth)
+            self._queue([block_id for block_id in idle if block_id not in read_by], worth)
         else:
             self._queue(idle, worth)
 
@@ -196,17 +194,15 @@ class BlockPool:
         """
         ref_cnt = self._ref_cnt
         aside = [block_id for block_id in block_ids if not ref_cnt[block_id]]
-        self._read_by.update(dict.fromkeys(block_ids, fence))
-        self._reads[fence] = (list(block_ids), aside)
+        self._quarantine.read(block_ids, aside, fence)
         self._freed.set_aside(aside)
         self.num_free -= len(aside)
         self.num_cached -= sum(map(self.index.block_ids.__contains__, aside))
-        self._quarantined.update(aside)
 
     @property
     def num_set_aside(self) -> int:
         """Free blocks that wait for a copy to read them."""
-        return sum(len(aside) for _, aside in self._reads.values())
+        return self._quarantine.num_set_aside
 
     def is_free(self, block_id: int) -> bool:
         """Whether a block that was used before can be allocated."""
@@ -215,29 +211,16 @@ class BlockPool:
     @property
     def being_read(self) -> KeysView[int]:
         """The blocks that copies read."""
-        return self._read_by.keys()
-
-    def is_read(self, block_id: int) -> bool:
-        """Whether a copy reads a block."""
-        return block_id in self._read_by
-
-    def _wait(self, block_ids: list[int], fence: int, worth: float) -> None:
-        if block_ids:
-            self._fences.setdefault(fence, []).append((block_ids, worth))
-            self._quarantined.update(block_ids)
+        return self._quarantine.read_by.keys()
 
     def pass_fence(self, fence: int) -> None:
         """The last reader behind `fence` is done: its blocks join the free queue. Unknown fences are ignored."""
-        read, aside = self._reads.pop(fence, ([], []))
-        for block_id in read:
-            del self._read_by[block_id]
+        aside, released = self._quarantine.passed(fence)
         if aside:
-            self._quarantined.difference_update(aside)
             self._freed.put_back(aside)
             self.num_free += len(aside)
             self.num_cached += sum(map(self.index.block_ids.__contains__, aside))
-        for blocks, worth in self._fences.pop(fence, []):
-            self._quarantined.difference_update(blocks)
+        for blocks, worth in released:
             self._queue(blocks, worth)
 
     def forget(self, block_ids: Iterable[int]) -> None:
@@ -303,56 +286,19 @@ class BlockPool:
         or counted wrongly, with their owners.
         """
         named = list(tables)
-        if not self._adds_up([table for _, table in named]):
-            problems = self._problems(named)
+        held = Counter(chain.from_iterable([table for _, table in named]))
+        del held[NO_BLOCK]
+        books = PoolBooks(
+            num_blocks=self.num_blocks,
+            ref_cnt=self._ref_cnt,
+            freed=self._freed.keys(),
+            quarantined=self._quarantine.blocks,
+            findable=self.index.block_ids,
+            released_by=self._released_by,
+            num_free=self.num_free,
+            num_cached=self.num_cached,
+        )
+        if not books.add_up(held):
+            problems = books.problems(named)
             shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
             raise IntegrityError(f"{len(problems)} faults in a pool of {self.num_blocks} blocks: {shown}")
-
-    def _adds_up(self, tables: list[Sequence[int]]) -> bool:
-        """The same verdict as `_problems`, quickly: it is asked after every event of a checked run."""
-        held = Counter(chain.from_iterable(tables))
-        del held[NO_BLOCK]
-        referenced = {block_id: ref_cnt for block_id, ref_cnt in enumerate(self._ref_cnt) if ref_cnt}
-        freed = self._freed.keys()
-        used = len(self._ref_cnt) - 1
-        return (
-            held == referenced
-            and freed.isdisjoint(referenced)
-            and self._quarantined.isdisjoint(referenced)
-            and freed.isdisjoint(self._quarantined)
-            and len(freed) + len(self._quarantined) + len(referenced) == used
-            and self.num_free == self.num_blocks - used + len(freed)
-            and self.num_cached == len(freed & self.index.block_ids)
-        )
-
-    def _problems(self, tables: list[tuple[str, Sequence[int]]]) -> list[str]:
-        owners: dict[int, list[str]] = {}
-        for owner, table in tables:
-            for block_id in table:
-                if block_id != NO_BLOCK:
-                    owners.setdefault(block_id, []).append(owner)
-        problems: list[str] = []
-        for block_id in range(1, len(self._ref_cnt)):
-            held = owners.pop(block_id, [])
-            ref_cnt = self._ref_cnt[block_id]
-            places = (block_id in self._freed) + (block_id in self._quarantined)
-            if ref_cnt != len(held):
-                what = "missing" if ref_cnt > len(held) else "miscounted"
-                last = self._released_by.get(block_id, "nobody")
-                problems.append(
-                    f"block {block_id} is {what}: its reference count is {ref_cnt}, held by {held or 'nobody'}, last released by {last}"
-                )
-            if (held or ref_cnt) and places:
-                problems.append(f"block {block_id} is double: held by {held} and in the free queue or quarantine")
-            if not held and not ref_cnt and places != 1:
-                problems.append(
-                    f"block {block_id} is {'double: free and quarantined' if places else 'missing: in no queue'}"
-                )
-        problems += [f"block {block_id} is held by {held} but was never allocated" for block_id, held in owners.items()]
-        free = len(self._freed) + self.num_blocks + 1 - len(self._ref_cnt)
-        if free != self.num_free:
-            problems.append(f"{free} blocks are free, {self.num_free} are counted")
-        cached = sum(1 for block_id in list(self._freed.keys()) if block_id in self.index)
-        if cached != self.num_cached:
-            problems.append(f"{cached} free blocks are cached, {self.num_cached} are counted")
-        return problems

@@ -42,11 +42,8 @@ class CpuExecutor:
             raise ConfigError("the CPU executor needs room for the KV of its requests: set num_cpu_blocks")
         if config.sliding_window is not None or config.kv_groups:
             raise ConfigError(
-                "the CPU executor is for full attention: this model's blocks leave windows while it decodes"
-            )
-        if config.async_scheduling:
-            raise ConfigError(
-                "the CPU executor and async_scheduling: this version moves nobody while a step is planned ahead; leave one of them out"
+                "the CPU executor is for one kind of layer with full attention: where blocks leave windows, or stand in several tables, "
+                "those that a request takes along do not tell where its tokens are; leave cpu_token_s out"
             )
 
 
@@ -59,6 +56,8 @@ class CpuServer:
         self._token_fs = to_fs(executor.token_s)
         self.serving: dict[Request, int] = {}
         """By request, in the order in which they came: up to when its tokens are counted."""
+        self.leaving: dict[Request, None] = {}
+        """Those who have ended here, or whose client has left, and whose slot and room the scheduler does not know to be free yet."""
         self.tokens = 0
         """Tokens produced here so far."""
 
@@ -81,15 +80,24 @@ class CpuServer:
         """Those who have all their tokens by now; they are served no more."""
         done = [r for r, since in self.serving.items() if since + self._left(r) * self._token_fs <= now_fs]
         for request in done:
-            self.leave(request, now_fs)
+            self.stop(request, now_fs)
         return done
 
-    def leave(self, request: Request, now_fs: int) -> None:
-        """A request is served no more; its room comes back, and its tokens are counted."""
+    def stop(self, request: Request, now_fs: int) -> None:
+        """A request is served no more, and its tokens are counted; `free` gives its slot and its room to others."""
         self._count(request, now_fs)
         del self.serving[request]
-        self._scheduler.cpu_pool.release(request.cpu_blocks, request.request_id)
-        request.cpu_blocks = []
+        self.leaving[request] = None
+
+    def free(self, request: Request) -> None:
+        """One that was stopped is gone."""
+        del self.leaving[request]
+        self._scheduler.swapping.free(request)
+
+    @property
+    def num_slots_taken(self) -> int:
+        """Requests that have a slot."""
+        return len(self.serving) + len(self.leaving)
 
     def give_back(self, now_fs: int) -> None:
         """The rung is off: everybody goes back to the device, as a swapped request, when its blocks are free there."""
@@ -98,16 +106,18 @@ class CpuServer:
             self._count(request, now_fs)
             del self.serving[request]
             kept = scheduler.config.blocks_at(0, request.num_computed_tokens)
-            scheduler.cpu_pool.release(request.cpu_blocks[kept:], request.request_id)
+            scheduler.swapping.cpu_pool.release(request.cpu_blocks[kept:], request.request_id)
             del request.cpu_blocks[kept:]
             request.state = State.SWAPPED
-            scheduler.swapped.append(request)
+            scheduler.swapping.swapped.append(request)
 
     def _may_take(self, request: Request) -> bool:
+        """Also one who has ended, if the scheduler does not know: it would go on to decode."""
+        left = request.num_tokens - request.num_computed_tokens
         return (
             not self._scheduler.knobs.spares(request.spec.priority)
             and request.first_token_fs is not None
-            and request.decoding
+            and (request.decoding or (request.ended_fs is not None and left == 1))
             and not request.dropped_tokens
             and request.spec.forking is None
         )
@@ -117,7 +127,9 @@ class CpuServer:
         scheduler, config = self._scheduler, self._scheduler.config
         most_tokens = slots_needed(request.spec.input_tokens, scheduler.view.output_cap(request.spec))
         room = max(config.most_blocks(most_tokens), len(request.table))
-        cpu_blocks = scheduler.cpu_pool.allocate(room) if len(self.serving) < self.executor.max_num_seqs else None
+        cpu_blocks = (
+            scheduler.swapping.cpu_pool.allocate(room) if self.num_slots_taken < self.executor.max_num_seqs else None
+        )
         if cpu_blocks is None:
             return False
         scheduler.retire(request)
@@ -126,11 +138,14 @@ class CpuServer:
         draft.released.append(
             (request.request_id, scheduler.holdings.release(request, "goes on on the CPU", now_fs, reusable=True))
         )
-        request.degrade("run_on_cpu")
         request.cpu_blocks = cpu_blocks
         request.state = State.ON_CPU
         draft.to_cpu.append(request.request_id)
-        self.serving[request] = now_fs
+        if request.ended_fs is None:
+            request.degrade("run_on_cpu")
+            self.serving[request] = now_fs
+        else:
+            self.leaving[request] = None
         return True
 
     def _left(self, request: Request) -> int:

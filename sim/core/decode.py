@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from .plan import Durations
+from .durations import Durations
 from .request import Request
 
 
@@ -54,6 +54,10 @@ class DecodeSet:
     def computed(self, request: Request) -> int:
         """Tokens of a member (or, for others, of the request) whose KV exists."""
         return request.anchor + self.clock if request.decoding else request.num_computed_tokens
+
+    def slots_filled(self, request: Request, tokens: int) -> int:
+        """Token slots that `tokens` tokens of a request, a member or not, fill; what it gave back while it ran counts no more."""
+        return tokens * self.slots_per_token - (len(request.table) - request.held_blocks) * self.slots_per_block
 
     def known(self, request: Request) -> int:
         """Prompt and sampled tokens; a member has exactly one that is not computed."""

@@ -70,8 +70,14 @@ class Departures:
     def finish(self, request: Request, stopped: bool, now_fs: int) -> None:
         """A request has all its tokens; `stopped`: the model ended it."""
         scheduler, lag, spec = self._scheduler, self._lag, request.spec
-        if request.state is State.ON_CPU:
-            pass  # it holds nothing any more
+        unheard = lag is not None
+        if request.state is State.ON_CPU:  # beside the steps, but what is planned ahead does not know
+            if lag is not None and lag.busy:
+                lag.ended(request, foreseen=False)
+            else:
+                unheard = False
+                assert scheduler.cpu_server is not None
+                scheduler.cpu_server.free(request)
         elif lag is None:
             self.retire(request, now_fs)
         else:
@@ -83,9 +89,7 @@ class Departures:
         )
         request.finish_reason = "length" if capped and not stopped else "stop"
         request.last_token_fs = now_fs
-        (self.end if lag is None else self.tell)(
-            request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs
-        )
+        (self.tell if unheard else self.end)(request, Outcome.FINISHED, f"{request.num_output_tokens} tokens", now_fs)
 
     # -- clients that leave -------------------------------------------------------------------------------------------
 
@@ -95,10 +99,11 @@ class Departures:
         if request.state is State.WAITING:
             self._leave_queue(request)
         elif request.state is State.SWAPPED:
-            scheduler.drop_swapped(request)
+            scheduler.swapping.drop(request)
         elif request.state is State.ON_CPU:
             assert scheduler.cpu_server is not None
-            scheduler.cpu_server.leave(request, now_fs)
+            scheduler.cpu_server.stop(request, now_fs)
+            scheduler.cpu_server.free(request)
         elif request.state is State.LOADING:
             self._drop_loading(request, now_fs)
         else:
@@ -113,6 +118,9 @@ class Departures:
     def leave_unseen(self, request: Request, now_fs: int) -> None:
         """The client of a request leaves; the next plan does not know of it."""
         assert self._lag is not None
+        if request.state is State.ON_CPU:
+            assert self._scheduler.cpu_server is not None
+            self._scheduler.cpu_server.stop(request, now_fs)
         self.tell(request, request.outcome or Outcome.ABORTED, request.reason, now_fs)
         self._lag.ended(request, foreseen=False)
 
@@ -185,9 +193,12 @@ class Departures:
         elif request.state is State.WAITING:
             self._leave_queue(request)
         elif request.state is State.SWAPPED:
-            scheduler.drop_swapped(request)
+            scheduler.swapping.drop(request)
         elif request.state is State.LOADING:
             self._drop_loading(request, now_fs)
+        elif request.state is State.ON_CPU:
+            assert scheduler.cpu_server is not None
+            scheduler.cpu_server.free(request)
         else:
             self.retire(request, now_fs)
         request.num_tokens -= self._lag.late.pop(request)

@@ -6,7 +6,6 @@ The core never sleeps, reads a clock or draws a random number; the same calls gi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -18,16 +17,15 @@ from .config import EngineConfig
 from .departures import Departures
 from .draft import Draft
 from .facts import Arrived, Committed, EngineFacts, ProgressError
-from .families import Fork
 from .groups import tables_of
 from .lag import Lag
 from .loads import Load
 from .log import Decisions, DecisionSink
-from .offload import Offload
 from .plan import ScheduledRequest, StepPlan, StepResult
 from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
 from .pressure import Pressure
+from .progress import charge_slots, count_shares, reached_end
 from .request import Outcome, Request, RequestSpec, State
 from .saves import Save
 from .scheduler import Scheduler
@@ -55,8 +53,6 @@ class EngineCore(EngineFacts):
         self._scheduler = Scheduler(config, self.tables, self._admission, policy)
         self._pressure = Pressure(self._scheduler, policy.ladder, swap=policy.swap and config.num_cpu_blocks > 0)
         self._offload = self._scheduler.offload
-        self._passed: list[tuple[int, int, bool]] = []
-        """Copies that have ended and are not heard of yet: fence, when, and whether they were done."""
         self._lag = Lag(self._scheduler) if config.async_scheduling else None
         self._requests = self._scheduler.requests
         self._next_seq = 0
@@ -158,40 +154,24 @@ class EngineCore(EngineFacts):
         self.pool.tick(now_fs)
         self.wake(now_fs)
         completed = None if self._offload is None else self._offload.saves.take_completed()
-        if (climbed := self._pressure.climb(now_fs)) is not None:
-            moved, relief = climbed
-            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
-            self._note(relief, now_fs)
-        while True:
-            draft = scheduler.draft(now_fs)
-            self._note(draft, now_fs)
-            if draft.shares or (draft.decode and len(scheduler.decode)):
-                break
-            if not draft.changed_queue:
-                if lag is not None and lag.busy:
-                    after_pause = True
-                    self._catch_up(now_fs)
-                    continue
-                break
+        self._climb(now_fs)
+        draft, after_pause = self._next_draft(now_fs, after_pause)
         saves: tuple[Save, ...] = ()
         loads: tuple[Load, ...] = ()
         if self._offload is not None and completed is not None:
-            saves, loads = self._begin_copies(self._offload, completed, draft)
+            saves, loads = self._offload.begin(completed, blocks_come=draft.blocks_come)
+            self._decisions.saved += [list(pairs) for _, pairs in saves]
+            self._decisions.loaded += [(request_id, list(pairs)) for request_id, _, pairs in loads]
         if not (draft.shares or (draft.decode and len(scheduler.decode)) or saves or loads):
             self._assert_progress()
             return None
-        room = None if max_repeat == 1 else self._pressure.blocks_until_change()
-        if lag is not None and (after_pause or lag.has_news or self._passed):
-            room = None
-        if room is not None and self._offload is not None:
-            room = self._offload.saves.blocks_until_next(room)
         decisions = self._decisions
         step, shape = scheduler.steps_done, shape_of(draft, scheduler, decisions)
         if scheduler.knobs.passes > 1:
             shape = replace(shape, passes=max(1, min(scheduler.knobs.passes, shape.num_tokens)))
         plan = StepPlan(
             step=step,
-            repeat=1 if room is None else steps_alike(draft, scheduler, room, max_repeat),
+            repeat=self._repeat(draft, max_repeat, after_pause),
             start_fs=now_fs,
             shape=replace(shape, after_pause=True) if after_pause else shape,
             copies=tuple(decisions.copied),
@@ -231,7 +211,7 @@ class EngineCore(EngineFacts):
         written = decode.filled_slots + members * decode.slots_per_token
         usage, table_slots, emptied = self._leap(plan, result)
         total_fs = result.durations.total_fs
-        written += self._account(draft, computed > 0, total_fs)
+        written += charge_slots(scheduler, draft, computed > 0, total_fs)
         decode.passed(result.durations, total_fs, computed if members else 0, result.oom is not None)
         first_gap_fs = None
         if members:
@@ -253,12 +233,12 @@ class EngineCore(EngineFacts):
         failed = result.oom is not None
         departures.settle(self._leaving, draft, decoded=members > 0, failed=failed, now_fs=now_fs)
         self._leaving = []
-        self._advance_shares(draft, now_fs)
+        count_shares(scheduler, draft, now_fs)
         if scheduler.families:
             scheduler.looks_back_fs = 0 if lag is None else lag.looks_back_fs(now_fs)
-            self._write_down(scheduler.families.after_step(result.forked, result.stopped, now_fs))
+            self._decisions.note_forks(scheduler.families.after_step(result.forked, result.stopped, now_fs))
             scheduler.looks_back_fs = 0
-        finished = self._reached_end(result)
+        finished = reached_end(scheduler, result)
         for order in sorted(finished):
             departures.finish(finished[order], finished[order].request_id in result.stopped, now_fs)
         if result.oom is not None:
@@ -278,10 +258,9 @@ class EngineCore(EngineFacts):
 
         Raises KeyError for a fence that no copy under way has.
         """
-        told = any(fence == passed for passed, _, _ in self._passed)
-        if self._offload is None or told or not self._offload.is_under_way(fence):
+        if self._offload is None or not self._offload.is_under_way(fence):
             raise KeyError(f"fence {fence} has passed, but no copy under way has it")
-        self._passed.append((fence, now_fs, done))
+        self._offload.ended(fence, now_fs, done=done)
         if self._plan is None and (self._lag is None or not self._lag.busy):
             self._hear_copies(now_fs, now_fs)
 
@@ -294,8 +273,9 @@ class EngineCore(EngineFacts):
 
     def idled(self, duration_fs: int) -> None:
         """So much time has passed since `plan` answered that there was nothing to do, for the accounts of those who run."""
+        decode = self._scheduler.decode
         for request in self._scheduler.running.values():
-            slots = self._slots_filled(request, self._scheduler.decode.computed(request))
+            slots = decode.slots_filled(request, decode.computed(request))
             request.token_fs += slots * duration_fs
 
     def close(self, now_fs: int) -> None:
@@ -313,18 +293,50 @@ class EngineCore(EngineFacts):
 
     # -- parts of a plan --------------------------------------------------------------------------------------------
 
+    def _climb(self, now_fs: int) -> None:
+        """Let the ladder react to what may be known."""
+        climbed = self._pressure.climb(now_fs)
+        if climbed is not None:
+            moved, relief = climbed
+            self._decisions.ladder += [(rung.action, "on" if on else "off") for rung, on in moved]
+            self._note(relief, now_fs)
+
+    def _next_draft(self, now_fs: int, after_pause: bool) -> tuple[Draft, bool]:
+        """The next step, or a draft of nothing; and whether it follows on a pause, as it does when it cannot be planned ahead."""
+        scheduler, lag = self._scheduler, self._lag
+        while True:
+            draft = scheduler.draft(now_fs)
+            self._note(draft, now_fs)
+            if draft.shares or (draft.decode and len(scheduler.decode)):
+                return draft, after_pause
+            if draft.changed_queue:
+                continue
+            if lag is None or not lag.busy:
+                return draft, after_pause
+            after_pause = True
+            self._catch_up(now_fs)
+            if scheduler.cpu_server is not None and scheduler.cpu_server.serving:
+                self._climb(now_fs)  # whom the rung keeps on the CPU may come back to an idle device
+
+    def _repeat(self, draft: Draft, max_repeat: int | None, after_pause: bool) -> int:
+        """How often the drafted step is repeated."""
+        room = None if max_repeat == 1 else self._pressure.blocks_until_change()
+        lag, offload, taken = self._lag, self._offload, None
+        if room is None or (lag is not None and (after_pause or lag.has_news)):
+            return 1
+        if offload is not None:
+            if lag is not None and offload.has_news:
+                return 1
+            taken = offload.saves.blocks_until_next()
+            if taken is None:
+                return 1
+        return steps_alike(draft, self._scheduler, room, taken, max_repeat)
+
     def _note(self, draft: Draft, now_fs: int) -> None:
         """Move the decisions of a draft to the log, and end what it found unservable."""
-        decisions = self._decisions
-        decisions.preempted += [request.request_id for request in draft.preempted]
+        self._decisions.note(draft)
         self._pressure.note_preemptions(len(draft.preempted))
-        decisions.released += draft.released
-        decisions.admitted += [request.request_id for request in draft.admitted]
-        decisions.copied += draft.copies
         if draft.swap_outs or draft.swap_ins:
-            decisions.swapped_out += draft.swap_outs
-            decisions.swapped_in += draft.swap_ins
-            decisions.to_cpu += draft.to_cpu
             self.swapped_out_blocks += sum(len(pairs) for _, pairs in draft.swap_outs)
             self.swapped_in_blocks += sum(len(pairs) for _, pairs in draft.swap_ins)
         for request, rejection in draft.turned_away:
@@ -338,40 +350,27 @@ class EngineCore(EngineFacts):
             else:
                 self._departures.learn(request, now_fs, holds=False)
 
-    def _begin_copies(
-        self, offload: Offload, completed: deque[tuple[int, int]], draft: Draft
-    ) -> tuple[tuple[Save, ...], tuple[Load, ...]]:
-        """Settle what the plan saves and loads; nothing is saved while a running request waits for blocks that are being saved."""
-        saves = () if draft.blocks_come else offload.saves.begin(completed)
-        if draft.blocks_come:
-            offload.saves.put_off(completed)
-        loads = offload.loads.take_new()
-        self._decisions.saved += [list(pairs) for _, pairs in saves]
-        self._decisions.loaded += [(request_id, list(pairs)) for request_id, _, pairs in loads]
-        return saves, loads
-
     def _hear_copies(self, now_fs: int, until_fs: int) -> None:
         """Let the tier know of the copies that had ended by `until_fs`."""
-        heard = [passed for passed in self._passed if passed[1] <= until_fs]
-        self._passed = [passed for passed in self._passed if passed[1] > until_fs]
-        for fence, _, done in heard:
-            assert self._offload is not None  # `pass_fence`
-            failed = self._offload.pass_fence(fence, now_fs, done=done)
-            if failed is not None:
-                self._departures.requeue(failed, now_fs)
+        for failed in () if self._offload is None else self._offload.hear(now_fs, until_fs):
+            self._departures.requeue(failed, now_fs)
 
     def _catch_up(self, now_fs: int) -> None:
         """Nothing can be planned ahead, or what was is void: all that has happened is known."""
         self._departures.catch_up(now_fs)
         if self._lag is not None:
-            self._write_down(self._scheduler.families.learn_outcomes(now_fs))
+            self._decisions.note_forks(self._scheduler.families.learn_outcomes(now_fs))
             self._hear_copies(now_fs, now_fs)
 
     def _assert_progress(self) -> None:
         if self._offload is not None and self._offload.in_flight:
             return
         if self.wake_fs is None and self.num_waiting and not self.num_running and not self.pool.num_quarantined:
-            head = self._scheduler.swapped[0] if self._scheduler.swapped else self._scheduler.waiting.head()
+            head = (
+                self._scheduler.swapping.swapped[0]
+                if self._scheduler.swapping.swapped
+                else self._scheduler.waiting.head()
+            )
             assert head is not None
             raise ProgressError(
                 f"{self.num_waiting} requests wait and none can start, though nothing runs: the first, {head.request_id}, has "
@@ -418,71 +417,6 @@ class EngineCore(EngineFacts):
         if 0 < result.steps_computed < steps:  # the last step ran out of memory: what it took is taken back
             self._draft.decode_blocks = took if at == result.steps_computed else {}
         return tuple(usage), tuple(table_slots), tuple(emptied)
-
-    def _account(self, draft: Draft, computed: bool, total_fs: int) -> int:
-        """Charge those outside the decode set for the slots that they fill while the steps take `total_fs`; returns those slots."""
-        scheduler, filled = self._scheduler, 0
-        for order, request in scheduler.catching_up.items():
-            share = draft.shares.get(order)
-            tokens = request.num_computed_tokens + (share.num_tokens if share and computed else 0)
-            slots = self._slots_filled(request, tokens)
-            request.token_fs += slots * total_fs
-            filled += slots
-        for request in scheduler.departing.values():
-            slots = self._slots_filled(request, request.num_computed_tokens)
-            request.token_fs += slots * total_fs
-            filled += slots
-        if self._offload is not None:
-            filled += sum(loading.filled_slots for loading in self._offload.loads.waiting.values())
-        return filled
-
-    def _reached_end(self, result: StepResult) -> dict[int, Request]:
-        """Who has all its tokens, by admission order. Raises ValueError for a result that stops somebody who got no token."""
-        scheduler, decode = self._scheduler, self._scheduler.decode
-        finished = {request.order: request for request in decode.completed()}
-        finished |= {
-            r.order: r for r in scheduler.catching_up.values() if r.num_tokens >= r.target_tokens and r.ended_fs is None
-        }
-        for request_id in result.stopped:
-            if (stopped := self._requests.get(request_id)) is None:
-                continue  # its client left during the step: this output comes too late
-            if stopped.state is not State.RUNNING or decode.known(stopped) <= stopped.spec.input_tokens:
-                raise ValueError(f"the result says that {request_id!r} stopped, but it got no token in this plan")
-            finished[stopped.order] = stopped
-        return finished
-
-    def _advance_shares(self, draft: Draft, now_fs: int) -> None:
-        """Count what was computed outside the decode set."""
-        scheduler = self._scheduler
-        for share in draft.shares.values():
-            request, samples = share.request, share.samples
-            share.count()
-            if not samples:
-                continue
-            request.num_tokens += 1
-            if request.first_token_fs is None:
-                request.first_token_fs = now_fs
-                scheduler.backlog_tokens -= request.spec.input_tokens
-                scheduler.drain.prompt_done(now_fs, request.arrival_fs, request.spec.input_tokens)
-            elif request.last_token_fs is not None:
-                request.other_gaps_fs.append(now_fs - request.last_token_fs)
-            request.last_token_fs = now_fs
-            if request.spec.forking is not None and scheduler.families.got_token(request):
-                continue  # it goes on when it is known which of its family do
-            if request.num_tokens < request.target_tokens:
-                del scheduler.catching_up[request.order]
-                scheduler.decode.join(request)
-
-    def _write_down(self, forks: list[Fork]) -> None:
-        """Log that sequences go on as copies of others."""
-        decisions = self._decisions
-        for fork in forks:
-            child = fork.child
-            if fork.released is not None:
-                decisions.released.append((child.request_id, fork.released))
-            if fork.started:
-                decisions.admitted.append(child.request_id)
-            decisions.forked.append((child.request_id, fork.source.request_id, fork.shared))
 
     def _log_between(self, plan: StepPlan, first: int, stop: int, before_fs: Callable[[int], int]) -> None:
         """Log the steps [first, stop) of a stretch, in which no table changes."""

@@ -161,11 +161,6 @@ class EngineFacts:
         """What the admission policy made requests wait for, in sentences, when a reader of the results should know."""
         return self._admission.diagnose()
 
-    def _slots_filled(self, request: Request, tokens: int) -> int:
-        """Token slots that `tokens` tokens of a request fill; what it gave back while it ran counts no more."""
-        decode = self._scheduler.decode
-        return tokens * decode.slots_per_token - (len(request.table) - request.held_blocks) * decode.slots_per_block
-
     @property
     def may_wake(self) -> bool:
         """Whether `next_wake_fs` can ever be anything but None."""
@@ -200,7 +195,7 @@ class EngineFacts:
         filled = sum(
             loading[request].filled_slots
             if request in loading
-            else self._slots_filled(request, scheduler.decode.computed(request))
+            else scheduler.decode.slots_filled(request, scheduler.decode.computed(request))
             for request in scheduler.holders()
         )
         return self.pool.num_owned, scheduler.holdings.table_blocks * scheduler.decode.slots_per_block, filled

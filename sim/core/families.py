@@ -22,63 +22,14 @@ by a copy of one of them. V0 failed a request whose sequences together outgrew t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .blocks import NO_BLOCK
-from .relief import cap_output
+from .family import Family, Fork
+from .forks import Forks
 from .request import Request, State
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """A sequence that goes on as a copy of another one."""
-
-    child: Request
-    source: Request
-    started: bool = False
-    """Whether it was held, and runs now."""
-    shared: tuple[int, ...] = ()
-    """The source's blocks, which it has now too (a later fork of the same step may give it others); empty if it waits, and will have to
-    find or compute them again."""
-    released: list[int] | None = None
-    """Blocks that it gave back for that; None if it had none."""
-
-
-class Family:
-    """The sequences of one request that are in the engine."""
-
-    __slots__ = ("counted", "due", "held", "leader", "members", "_replaced")
-
-    def __init__(self, leader: Request) -> None:
-        self.leader = leader
-        """Computes the prompt for all."""
-        self.held: list[Request] = []
-        """Those that will start as copies of it."""
-        self.members = {leader.spec.slot: leader}
-        """By place in the request."""
-        self.due: dict[str, int] = {}
-        """By sequence: the number of output tokens at which others go on as copies of it."""
-        self.counted: dict[str, int] = {}
-        """By sequence: the number of output tokens up to which that has been done."""
-        self._replaced: dict[int, tuple[tuple[int, int], ...]] = {}
-
-    @property
-    def changes(self) -> bool:
-        """Whether its sequences may go on as copies of each other."""
-        return self.leader.spec.forking is not None and self.leader.spec.forking.change > 0
-
-    def replaced(self, tokens: int) -> tuple[tuple[int, int], ...]:
-        """As `Forking.replaced`, remembered."""
-        pairs = self._replaced.get(tokens)
-        if pairs is None:
-            spec = self.leader.spec
-            assert spec.forking is not None
-            pairs = self._replaced[tokens] = spec.forking.replaced(spec.sample_of, tokens)
-        return pairs
 
 
 class Families:
@@ -86,6 +37,7 @@ class Families:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self._forks = Forks(scheduler)
         self._families: dict[str, Family] = {}
         self.num_held = 0
         """Sequences that wait for the first of theirs to compute their prompt; they are in no queue."""
@@ -133,10 +85,8 @@ class Families:
     def ended(self, request: Request) -> None:
         """A sequence has ended. If others were to start as copies of it, the next of them computes the prompt instead."""
         family = self._families.get(request.spec.sample_of)
-        if family is None or family.members.get(request.spec.slot) is not request:
+        if family is None or not family.remove(request):
             return
-        del family.members[request.spec.slot]
-        family.due.pop(request.request_id, None)
         if not family.members:
             del self._families[request.spec.sample_of]
         elif request is family.leader and family.held:
@@ -162,7 +112,7 @@ class Families:
         """The swapped requests that come back with this one, in the order in which they stand."""
         if request.spec.forking is None:
             return [request]
-        return [each for each in self._scheduler.swapped if each.spec.sample_of == request.spec.sample_of]
+        return [each for each in self._scheduler.swapping.swapped if each.spec.sample_of == request.spec.sample_of]
 
     def waiting_with(self, request: Request) -> list[Request]:
         """The requests in the queue that gave way with this one and come back with it."""
@@ -178,19 +128,9 @@ class Families:
         for family in self._families.values():
             for member in family.members.values() if family.changes else ():
                 if member.decoding:
-                    limit = min(limit, self._due(family, member) - self._output(member))
+                    has = self._output(member)
+                    limit = min(limit, family.next_copy(member, has) - has)
         return max(limit, 1)
-
-    def _due(self, family: Family, member: Request) -> int:
-        """Output tokens at which the next copy of a sequence is made, or at which it ends; never before the next token."""
-        has, spec = self._output(member), member.spec
-        due = family.due.get(member.request_id, 0)
-        if due <= has:
-            stop = max(member.target_tokens - spec.input_tokens, has + 1)
-            ahead = range(max(has + 1, 2), stop)
-            due = next((tokens for tokens in ahead if any(of == spec.slot for _, of in family.replaced(tokens))), stop)
-            family.due[member.request_id] = due
-        return due
 
     def _output(self, member: Request) -> int:
         return self._scheduler.decode.known(member) - member.spec.input_tokens
@@ -250,34 +190,29 @@ class Families:
         for family in self._families.values():
             if family.held and family.leader.first_token_fs is not None:
                 self.num_held -= len(family.held)
-                forks += [self._start(child, family.leader, now_fs) for child in family.held]
+                forks += [self._forks.start(child, family.leader, now_fs) for child in family.held]
                 family.held = []
         return forks
 
     def _follows(self, chosen: Mapping[str, str] | None, stopped: Collection[str], now_fs: int) -> list[Fork]:
         """Sequences that others go on as copies of."""
         pairs = self._fated(stopped) if chosen is None else self._asked(chosen)
-        return [self._follow(child, source, now_fs) for child, source in pairs if self._may_follow(child, source)]
+        return [self._forks.follow(child, source, now_fs) for child, source in pairs if self._may_follow(child, source)]
 
     def _fated(self, stopped: Collection[str]) -> list[tuple[Request, Request]]:
-        """Children and sources, by the requests' own fate. At the first token all are copies of one anyway."""
+        """Children and sources, by the requests' own fate."""
         pairs: list[tuple[Request, Request]] = []
         for family in self._families.values():
             if not family.changes:
                 continue
             for source in family.members.values():
                 has = self._output(source)
-                if source.state is not State.RUNNING or has <= family.counted.get(source.request_id, 1):
+                if source.state is not State.RUNNING or not family.has_new_output(source, has):
                     continue
                 if source in self._got_token:
                     continue  # not known yet
-                family.counted[source.request_id] = has
-                if source.request_id not in stopped:
-                    pairs += [
-                        (family.members[slot], source)
-                        for slot, of in family.replaced(has)
-                        if of == source.spec.slot and slot in family.members
-                    ]
+                children = family.followers(source, has, stopped=source.request_id in stopped)
+                pairs += [(child, source) for child in children]
         return pairs
 
     def _asked(self, chosen: Mapping[str, str]) -> list[tuple[Request, Request]]:
@@ -304,65 +239,3 @@ class Families:
     def _may_follow(self, child: Request, source: Request) -> bool:
         known = self._scheduler.decode.known
         return known(child) <= known(source) < child.target_tokens
-
-    def _start(self, child: Request, source: Request, now_fs: int) -> Fork:
-        """A held sequence starts as a copy of the one that has just computed their prompt, or waits for room."""
-        scheduler = self._scheduler
-        child.first_token_fs = child.last_token_fs = now_fs
-        if child.ended_fs is None:  # else it starts in vain: its client left when this was planned
-            scheduler.backlog_tokens -= child.spec.input_tokens
-        self._copy_content(child, source)
-        scheduler.waiting.started(child)
-        if child.num_tokens < child.target_tokens and not scheduler.starts.admits_copy(child, now_fs):
-            scheduler.holdings.publish(source, scheduler.decode.computed(source))
-            scheduler.waiting.put_back(child)
-            return Fork(child, source)
-        child.scheduled_fs = source.scheduled_fs
-        scheduler.run(child, now_fs)
-        self._share(child, source, now_fs)
-        cap = scheduler.knobs.cap_new
-        if cap is not None and not scheduler.knobs.spares(child.spec.priority):
-            cap_output(scheduler, child, cap, "cap_new")
-        return Fork(child, source, started=True, shared=tuple(child.table.blocks))
-
-    def _follow(self, child: Request, source: Request, now_fs: int) -> Fork:
-        """A sequence goes on as a copy of another one."""
-        scheduler, released = self._scheduler, None
-        if child.state is State.RUNNING:
-            if child.decoding:
-                scheduler.decode.leave(child)
-            why = f"goes on as a copy of {source.request_id}"
-            released = scheduler.holdings.release(child, why, now_fs, reusable=False)
-            self._copy_content(child, source)
-            self._share(child, source, now_fs)
-            scheduler.catch_up(child)
-        else:
-            if child.state is State.SWAPPED:
-                scheduler.drop_swapped(child)
-                child.state, child.num_computed_tokens = State.WAITING, 0
-                scheduler.waiting.put_back(child)
-            scheduler.holdings.publish(source, scheduler.decode.computed(source))
-            self._copy_content(child, source)
-        if child.last_token_fs is not None and child.last_token_fs < now_fs:
-            child.other_gaps_fs.append(now_fs - child.last_token_fs)
-        child.last_token_fs = now_fs
-        shared = () if released is None else tuple(child.table.blocks)
-        return Fork(child, source, shared=shared, released=released)
-
-    def _copy_content(self, child: Request, source: Request) -> None:
-        """The child is made of the source's tokens now; its own keys begin with the block that they part in."""
-        scheduler = self._scheduler
-        computed = scheduler.decode.computed(source)
-        child.num_tokens = scheduler.decode.known(source)
-        child.computed_high = max(child.computed_high, computed)
-        child.keys.follow(source.keys, computed // scheduler.config.block_size)
-
-    def _share(self, child: Request, source: Request, now_fs: int) -> None:
-        scheduler = self._scheduler
-        child.table = scheduler.holdings.tables.fork(source.table, child.request_id)
-        child.num_computed_tokens = scheduler.decode.computed(source)
-        child.num_registered = source.num_registered
-        child.dropped_tokens = source.dropped_tokens
-        blocks = child.table.blocks
-        scheduler.holdings.hold(child, sum(1 for block_id in blocks if block_id != NO_BLOCK), now_fs)
-        scheduler.holdings.sharing.join(child, [table.blocks for table in child.table.groups], now_fs)

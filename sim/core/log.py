@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .draft import Draft
+from .family import Fork
+
 DecisionSink = Callable[[dict[str, object], int], None]
 """Takes one log entry and the time at which its step started, in femtoseconds; writing it somewhere is the world's business."""
 
@@ -26,6 +29,27 @@ class Decisions:
     saved: list[list[tuple[int, int]]] = field(default_factory=list)
     loaded: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     to_cpu: list[str] = field(default_factory=list)
+
+    def note(self, draft: Draft) -> None:
+        """What a draft decided; who could not be served, or was turned away, is written down when it ends."""
+        self.preempted += [request.request_id for request in draft.preempted]
+        self.released += draft.released
+        self.admitted += [request.request_id for request in draft.admitted]
+        self.copied += draft.copies
+        if draft.swap_outs or draft.swap_ins:
+            self.swapped_out += draft.swap_outs
+            self.swapped_in += draft.swap_ins
+            self.to_cpu += draft.to_cpu
+
+    def note_forks(self, forks: list[Fork]) -> None:
+        """Sequences that go on as copies of others."""
+        for fork in forks:
+            child = fork.child
+            if fork.released is not None:
+                self.released.append((child.request_id, fork.released))
+            if fork.started:
+                self.admitted.append(child.request_id)
+            self.forked.append((child.request_id, fork.source.request_id, fork.shared))
 
     def entry(self, step: int, scheduled: list[tuple[str, int, list[int]]]) -> dict[str, object]:
         """The log entry of `step`; keys and order are those of the decision-log format, with `forked`, `saved`, `loaded` and `to_cpu`

@@ -10,9 +10,9 @@ from .batching import NO_LIMITS, Batching, BatchLimits
 from .config import ConfigError, EngineConfig
 from .cpu_server import CpuExecutor
 from .eviction import EVICTIONS
-from .ladder import LadderConfig
 from .preemption import VictimPolicy, last_admitted, worst_priority
 from .retention import Retention
+from .rungs import LadderConfig
 from .view import EngineView
 from .waiting import FcfsQueue, WaitingQueue, priority_queue
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from .batch_shape import BatchShape
 from .config import ConfigError
 from .draft import Draft
-from .ladder import Ladder, LadderConfig, Rung, check_ladder
-from .plan import BatchShape, OomReport
+from .ladder import Ladder
+from .plan import OomReport
 from .relief import cap_output, pause_running, truncate_context
 from .request import Request
+from .rungs import LadderConfig, Rung, check_ladder
 from .scheduler import Scheduler
 from .shedding import shed
 

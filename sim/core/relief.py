@@ -67,7 +67,7 @@ def pause_running(scheduler: Scheduler, usage: float, action: str, draft: Draft,
         if not below or len(scheduler.running) == 1:
             return
         group = scheduler.families.moving_with(worst_priority(below, scheduler.decode.known))
-        if action == "swap_out" and scheduler.cpu_pool.num_free < scheduler.swapping.most_blocks(group):
+        if action == "swap_out" and scheduler.swapping.cpu_pool.num_free < scheduler.swapping.most_blocks(group):
             return
         for victim in group:
             victim.degrade(action)

@@ -8,7 +8,7 @@ cursor walks the free queue (engine-policies §1.1.8).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from .blocks import BlockPool
@@ -21,6 +21,9 @@ LOOK_AHEAD_BLOCKS = 256
 
 STEPS_AT_ONCE = 4
 """For how many steps write-back saves when it saves: each save ends a stretch when it is done."""
+
+NO_LIMIT = 1 << 62
+"""More blocks than ever are taken."""
 
 Save = tuple[int, tuple[tuple[int, int], ...]]
 """`(fence, (device block, CPU block) pairs)`."""
@@ -108,20 +111,24 @@ class Saves:
         """A copy has ended: what was found by looking ahead holds no longer."""
         self._clean_until = -1
 
-    def blocks_until_next(self, room: int) -> int | None:
-        """How many of `room` blocks may be taken before another save could begin, if nothing comes, goes or arrives; None if time alone
-        may begin one, or where windows slide, because blocks come back then that are to be saved, or make room for others.
+    def blocks_until_next(self) -> int | None:
+        """How many blocks may be taken before another save could begin, if nothing comes, goes or arrives. None if one could begin though
+        none is taken: time may change the order, or blocks that slide out of windows may be due, or make room for what was put off.
         """
         pool = self._pool
-        if self._slides and (self._write_back or self.save_all or self._completed):
+        if self._slides and (self.save_all or self._completed):
             return None
-        if not self._write_back or pool.num_free - pool.num_set_aside < 2 or not self._tier.num_obtainable:
-            return room
-        if pool.order_changes:
+        if not self._write_back or not self._tier.num_obtainable:
+            return NO_LIMIT
+        if pool.num_free - pool.num_set_aside < 2:
+            return None if self._slides else NO_LIMIT
+        if pool.order_changes or (self._slides and not pool.queues_at_the_end):
             return None
         if pool.num_taken > self._clean_until or not pool.queues_at_the_end:
             self._look_ahead()
-        return min(room, max(self._clean_until - pool.num_taken, 0))
+        if self._slides and pool.num_taken > self._clean_until:
+            return None  # so few blocks are free that whatever joins them is due
+        return max(self._clean_until - pool.num_taken, 0)
 
     def _look_ahead(self) -> None:
         """Find out how many blocks can be taken before one that is not saved is next. Where blocks join the free queue at its end,
@@ -129,8 +136,8 @@ class Saves:
         """
         pool, window = self._pool, self._next_step
         ahead = pool.peek(min(window + LOOK_AHEAD_BLOCKS, pool.num_free))
-        first = next(self._unsaved(ahead), None)
-        self._clean_until = pool.num_taken + (len(ahead) if first is None else ahead.index(first[0])) - window
+        unsaved = self._unsaved(ahead[:window]) or self._unsaved(ahead[window:])
+        self._clean_until = pool.num_taken + (ahead.index(unsaved[0][0]) if unsaved else len(ahead)) - window
 
     def _next_evicted(self) -> list[tuple[int, int]]:
         """Blocks not saved yet among those that are to be reused next; several steps' worth at once, when one of the next step's is not."""
@@ -142,23 +149,23 @@ class Saves:
             if pool.num_taken <= self._clean_until:
                 return []
             reach = min(STEPS_AT_ONCE * self._window, reach)
-        return list(self._unsaved(pool.peek(reach)))
+        return self._unsaved(pool.peek(reach))
 
     @property
     def _next_step(self) -> int:
         """Leading blocks in the order of eviction that write-back keeps saved, besides those that are being saved now."""
         return max(self._window - self._pool.num_set_aside, 0)
 
-    def _unsaved(self, block_ids: Iterable[int]) -> Iterator[tuple[int, int]]:
+    def _unsaved(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Those blocks, with their content, that have some that was not saved since it was last used: a tier that is too small would
         otherwise save the same blocks in turn for ever.
         """
         key_of, saved, tried = self._pool.index.keys_by_block.get, self._tier.keys, self._tried.get
-        return (
+        return [
             (block_id, key)
-            for block_id in block_ids
-            if (key := key_of(block_id)) is not None and key not in saved and tried(block_id) != key
-        )
+            for block_id, key in zip(block_ids, map(key_of, block_ids), strict=True)
+            if key is not None and key not in saved and tried(block_id) != key
+        ]
 
 
 class _Due:

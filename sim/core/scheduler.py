@@ -8,28 +8,28 @@ Source: vLLM V1 `Scheduler.schedule` (engine-policies §1.1.2); for the other ba
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from itertools import chain
 
 from .admission import Admission
-from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_decodes, rest_prompts
-from .blocks import BlockPool
+from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_prompts
 from .config import EngineConfig
 from .cpu_server import CpuServer
 from .decode import DecodeSet
 from .deferral import QueueWithAside
-from .draft import Draft, Share
+from .draft import Draft
 from .families import Families
-from .growth import GroupGrowth, Growth
+from .growth import Growth
 from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
 from .offload import Offload
 from .policy import Batching, Policy
 from .request import Request, State
+from .serving import Serving
 from .shedding import BelowGuard
 from .shortage import Shortage
+from .sliding_growth import GroupGrowth
 from .starts import Starts
 from .swapping import Swapping
 from .tables import BlockTables
@@ -53,9 +53,8 @@ class Scheduler:
         """The number of the step from which on prompts may have one again, where they take turns with decodes."""
         self.num_admissions = 0
         """Admissions so far; the next one gets this as its order."""
-        self.swapped: deque[Request] = deque()
-        """Requests whose blocks are in the CPU pool; they go before anyone who waits."""
-        self.cpu_pool = BlockPool(config.num_cpu_blocks)
+        self.swapping = Swapping(self)
+        """Saves requests in the CPU pool, and brings them back."""
         self.decode = DecodeSet(config.block_size, config.slots_per_block, config.slots_per_token)
         self.requests: dict[str, Request] = {}
         """Everybody in the system, by name; the engine keeps it."""
@@ -100,8 +99,8 @@ class Scheduler:
             self.waiting = self.aside = QueueWithAside(self.waiting, self.view)
         self.below_guard = BelowGuard() if policy.ladder is not None and policy.ladder.counts_below_guard else None
         """Who of the waiting may be shed, if the ladder does that."""
-        self.swapping = Swapping(self)
-        """Saves requests in the CPU pool, and brings them back."""
+        self.serving = Serving(self, tables)
+        """Gives the running what they need, while blocks last."""
         self.shortage = Shortage(self, tables, admission, policy)
         """Finds victims when blocks are short."""
         self.starts = Starts(self, tables, admission)
@@ -126,7 +125,7 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Requests that hold no blocks and do not run: queued, swapped, or to start as a copy of another one."""
-        return len(self.waiting) + len(self.swapped) + self.families.num_held + self.num_unseen
+        return len(self.waiting) + len(self.swapping.swapped) + self.families.num_held + self.num_unseen
 
     @property
     def num_waiting(self) -> int:
@@ -164,7 +163,7 @@ class Scheduler:
         """Decide the next step. Blocks are allocated; nothing else moves until the step is committed."""
         self.view_at(now_fs)
         self.starts.blocked = None
-        draft = Draft(budget=self._step_budget(), resting=self.families.undecided)
+        draft = Draft(budget=self.step_budget(), resting=self.families.undecided)
         if self.growth.slides:
             draft.released += self.growth.slide(0, 0, now_fs)
         if self.knobs.step_share < 1.0 and not self._must_start_whole:
@@ -177,7 +176,7 @@ class Scheduler:
             return draft
         if batching in (Batching.PREFILL_FIRST, Batching.DECODE_FIRST):
             draft.decode = False
-            self._serve_prompts(draft, now_fs)
+            self.serving.serve_prompts(draft, now_fs)
             self.starts.admit(draft, now_fs)
             if draft.shares:
                 if batching is Batching.DECODE_FIRST:
@@ -186,7 +185,7 @@ class Scheduler:
                 return draft
             draft.decode = True
         batch_is_open = batching is Batching.MIXED or (batching is Batching.STATIC and not self.running)
-        self._serve_running(draft, now_fs)
+        self.serving.serve_running(draft, now_fs)
         if batch_is_open and not draft.short:
             self.starts.admit(draft, now_fs)
         return draft
@@ -194,29 +193,14 @@ class Scheduler:
     def _decodes_alone(self, draft: Draft, now_fs: int) -> bool:
         """A step of the decodes' turn; False if there is none to compute or anything else to do in it."""
         rest_prompts(self, draft)
-        self._serve_running(draft, now_fs)
+        self.serving.serve_running(draft, now_fs)
         if len(self.decode) or draft.shares or draft.changed_queue or draft.blocks_come:
             draft.turn_left = self._decodes_until - self.steps_done
             return True
         draft.resting = self.families.undecided
         return False
 
-    def _serve_running(self, draft: Draft, now_fs: int) -> None:
-        """Everybody who runs, and does not rest, in the way that the blocks allow."""
-        if self.limits is not None and self.limits.max_decode_seqs is not None:
-            rest_decodes(self, draft, self.limits.max_decode_seqs)
-        if self._running_fits(draft):
-            self._serve_all(draft, now_fs)
-        else:
-            self.shortage.serve_in_order(draft, now_fs)
-
-    def _awake(self, draft: Draft) -> Iterable[Request]:
-        """Those who catch up and take part in the step."""
-        if not draft.resting:
-            return self.catching_up.values()
-        return [request for order, request in self.catching_up.items() if order not in draft.resting]
-
-    def _step_budget(self) -> int:
+    def step_budget(self) -> int:
         """Tokens a step may compute: the configured budget, or less after a step that ran out of memory."""
         budget = self.config.max_num_batched_tokens
         return budget if self.token_cap is None or self._must_start_whole else min(budget, self.token_cap)
@@ -248,81 +232,6 @@ class Scheduler:
         if not request.decoding and not self.knobs.spares(request.spec.priority):
             draft.budget_below_guard -= num_tokens
 
-    # -- running requests -----------------------------------------------------------------------------------------
-
-    def _running_fits(self, draft: Draft) -> bool:
-        """Whether this step's need of all running requests is free."""
-        need = self.growth.num_needed()
-        budget = self._step_budget() - len(self.decode)
-        if budget < 0:
-            return False  # not everybody can be served: in order, then
-        for request in self._awake(draft):
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if num_tokens <= 0:
-                break
-            num_tokens = self.holdings.fitting(request.num_computed_tokens, num_tokens)
-            need += self._tables.need(request.table, request.num_computed_tokens, num_tokens)
-            budget -= num_tokens
-        return need <= self.pool.num_free
-
-    def _serve_prompts(self, draft: Draft, now_fs: int) -> None:
-        """A step of prompts only: go on with those that were begun, as far as blocks are free."""
-        for request in self._awake(draft):
-            if (
-                is_prompt(request)
-                and draft.budget
-                and self.serve(request, self.ask(request, draft), draft, now_fs) is None
-            ):
-                break
-
-    def _serve_all(self, draft: Draft, now_fs: int) -> None:
-        """The usual step: everybody gets what they need."""
-        draft.budget -= len(self.decode)
-        draft.decode_blocks = self.growth.grow(0, now_fs)
-        for request in self._awake(draft):
-            if draft.budget:
-                self.serve(request, self.ask(request, draft), draft, now_fs)
-
-    def ask(self, request: Request, draft: Draft) -> int:
-        """Tokens a running request wants from this step."""
-        computed = self.decode.computed(request)
-        wanted = min(self.decode.known(request) - computed, self.allowed(request, draft))
-        return self.holdings.fitting(computed, wanted)
-
-    def serve(self, request: Request, num_tokens: int, draft: Draft, now_fs: int) -> int | None:
-        """Schedule a running request for `num_tokens`; None when its blocks are not free."""
-        if not num_tokens:
-            return 0
-        computed = self.decode.computed(request)
-        self.holdings.slide(request, computed, draft, now_fs)
-        allocation = self._tables.grow(request.table, computed, num_tokens)
-        if allocation is None:
-            return None
-        self.holdings.hold(request, len(allocation.new_blocks), now_fs)
-        if allocation.copies:
-            draft.copies += allocation.copies
-            self.holdings.sharing.leave_some(request, [source for source, _ in allocation.copies], now_fs)
-        self.take(request, num_tokens, draft)
-        if request.decoding:
-            draft.decode_blocks[request.order] = allocation.new_blocks
-        else:
-            draft.shares[request.order] = Share(request, num_tokens, computed, allocation.new_blocks)
-            self.holdings.register(request, computed + num_tokens)
-        return num_tokens
-
-    def outgrown(self, request: Request, tokens: int, blocks: int) -> str:
-        """Why this request can never have `blocks` blocks for its `tokens` tokens, or an empty string if it can."""
-        if blocks <= self.pool.num_blocks:
-            return ""
-        return f"grew to {tokens} tokens, which need {blocks} KV blocks of a pool of {self.pool.num_blocks}"
-
-    def next_need(self, request: Request, budget: int) -> tuple[int, int]:
-        """Tokens of a running request after this step, and the blocks it must hold for them."""
-        computed = self.decode.computed(request)
-        wanted = min(self.decode.known(request) - computed, budget)
-        tokens = computed + self.holdings.fitting(computed, wanted)
-        return tokens, self.config.blocks_at(computed, tokens)
-
     # -- bookkeeping shared with the engine -------------------------------------------------------------------------
 
     def run(self, request: Request, now_fs: int) -> None:
@@ -345,16 +254,6 @@ class Scheduler:
         """The view for policies, at this time; while a step is planned ahead, at the time when that was decided."""
         self.view.now_fs = now_fs - self.looks_back_fs
         return self.view
-
-    def drop_swapped(self, request: Request) -> None:
-        """Forget a swapped request that will not come back."""
-        self.swapped.remove(request)
-        self.free_cpu_blocks(request)
-
-    def free_cpu_blocks(self, request: Request) -> None:
-        """Give back what a swapped request holds of the CPU pool."""
-        self.cpu_pool.release(request.cpu_blocks, request.request_id)
-        request.cpu_blocks = []
 
     def retire(self, request: Request) -> None:
         """Take a running request out of the running set for good; its blocks are released separately."""

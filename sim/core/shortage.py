@@ -41,7 +41,7 @@ class Shortage:
         position = 0
         while position < len(order) and draft.budget:
             request = order[position]
-            if outgrown := scheduler.outgrown(request, *scheduler.next_need(request, draft.budget)):
+            if outgrown := scheduler.serving.outgrown(request, *scheduler.serving.next_need(request, draft.budget)):
                 del order[position]
                 scheduler.retire(request)
                 draft.unservable.append((request, outgrown))
@@ -52,12 +52,12 @@ class Shortage:
                     )
                 )
                 continue
-            asked = scheduler.ask(request, draft)  # settled before victims are looked for, as in vLLM
+            asked = scheduler.serving.ask(request, draft)  # settled before victims are looked for, as in vLLM
             if (scheduler.departing or scheduler.pool.num_set_aside) and self._comes_soon(request, asked):
                 draft.blocks_come = True
                 position += 1
                 continue
-            while (num_tokens := scheduler.serve(request, asked, draft, now_fs)) is None:
+            while (num_tokens := scheduler.serving.serve(request, asked, draft, now_fs)) is None:
                 victim: object = self._policy.victim(scheduler.running, scheduler.decode.known)
                 if not isinstance(victim, Request) or scheduler.running.get(victim.order) is not victim:
                     raise ConfigError(
@@ -129,7 +129,7 @@ class Shortage:
             draft.released.append((victim.request_id, scheduler.holdings.release(victim, why, now_fs, reusable=True)))
             scheduler.remove(victim)
             if swapped:
-                scheduler.swapped.appendleft(victim)
+                scheduler.swapping.swapped.appendleft(victim)
             else:
                 victim.num_computed_tokens = victim.dropped_tokens = 0
                 victim.state = State.WAITING

@@ -62,7 +62,7 @@ class Starts:
             if not self._start_loaded(scheduler.offload.loads.ready[0], draft, now_fs):
                 return
         while (
-            swapped := next((each for each in scheduler.swapped if not is_paused(scheduler, each)), None)
+            swapped := next((each for each in scheduler.swapping.swapped if not is_paused(scheduler, each)), None)
         ) is not None:
             if not draft.budget or len(scheduler.running) >= slots or not self._resume(swapped, draft, now_fs):
                 return  # nobody else may take what the swapped are waiting for
@@ -89,8 +89,8 @@ class Starts:
         back together, or, if there is not room for all of them though nothing runs, one by one.
         """
         scheduler = self._scheduler
-        if outgrown := scheduler.outgrown(request, *scheduler.next_need(request, draft.budget)):
-            scheduler.drop_swapped(request)
+        if outgrown := scheduler.serving.outgrown(request, *scheduler.serving.next_need(request, draft.budget)):
+            scheduler.swapping.drop(request)
             draft.unservable.append((request, outgrown))
             return True
         group = scheduler.families.swapped_with(request)
@@ -114,7 +114,9 @@ class Starts:
         """Start the head of the queue, or send it away; False leaves it where it is."""
         scheduler = self._scheduler
         config, tables = scheduler.config, self._tables
-        if outgrown := scheduler.outgrown(request, request.num_tokens, scheduler.holdings.whole_blocks(request)):
+        if outgrown := scheduler.serving.outgrown(
+            request, request.num_tokens, scheduler.holdings.whole_blocks(request)
+        ):
             scheduler.waiting.pop(request)  # preempted at a length at which it could not come back
             draft.unservable.append((request, outgrown))
             return True
@@ -136,7 +138,7 @@ class Starts:
         if scheduler.holdings.windows:
             num_tokens = scheduler.holdings.fitting(hit_tokens, num_tokens)
             least = config.blocks_at(hit_tokens, hit_tokens + num_tokens)
-            if outgrown := scheduler.outgrown(request, hit_tokens + num_tokens, least):
+            if outgrown := scheduler.serving.outgrown(request, hit_tokens + num_tokens, least):
                 scheduler.waiting.pop(request)  # not even a token at a time
                 draft.unservable.append((request, outgrown))
                 return True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .batch_shape import BatchShape
 from .draft import Draft
 from .log import Decisions
-from .plan import BatchShape, ScheduledRequest
+from .plan import ScheduledRequest
 from .scheduler import Scheduler
 
 
@@ -35,10 +36,11 @@ def shape_of(draft: Draft, scheduler: Scheduler, decisions: Decisions) -> BatchS
     )
 
 
-def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | None) -> int:
+def steps_alike(draft: Draft, scheduler: Scheduler, room: int, taken: int | None, max_steps: int | None) -> int:
     """How often a drafted step repeats itself before a decision could differ, if nothing arrives and nobody leaves.
 
-    `room` is how many blocks may be taken before something else than the pool would decide differently. While members of the
+    `room` is by how many blocks the pool may get fuller before something else than the pool would decide differently, and `taken` how many
+    may be taken, whatever comes back meanwhile; None for any number. While members of the
     decode set only grow, the pool only gets fuller, so a request that cannot start now cannot start later in the stretch:
     evicting a cached block it would have found costs it a hit and saves it a revival. Where windows slide, the pool may also get
     emptier: the stretch ends before whoever waits has the blocks that it lacks, and before a block that it would find is taken (then it
@@ -49,12 +51,14 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, max_steps: int | 
         return 1
     limit = scheduler.decode.steps_to_completion() or 1
     loaded = scheduler.offload is not None and bool(scheduler.offload.loads.ready)
-    if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapped or loaded):
+    if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapping.swapped or loaded):
         limit = min(limit, draft.turn_left)  # then it is the turn of those
     if max_steps is not None:
         limit = min(limit, max_steps)
     if scheduler.families:
         limit = scheduler.families.steps_to_next(limit)
+    if taken is not None:
+        limit = 1 + scheduler.growth.steps_taking(taken, limit - 1)
     growth, pool, blocked = scheduler.growth, scheduler.pool, scheduler.starts.blocked
     spare = None
     if blocked is not None and growth.slides:

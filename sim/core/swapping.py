@@ -7,10 +7,11 @@ Source: vLLM V0 swaps a sequence group as a whole, and each of its blocks once (
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .blocks import NO_BLOCK
+from .blocks import NO_BLOCK, BlockPool
 from .draft import Draft, Share
 from .need import blocks_for, skipped_blocks
 from .request import Request, State
@@ -20,10 +21,23 @@ if TYPE_CHECKING:
 
 
 class Swapping:
-    """Moves blocks of a scheduler's requests between its two pools."""
+    """The CPU pool and the requests that are in it, and how blocks move between it and a scheduler's own pool."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self.cpu_pool = BlockPool(scheduler.config.num_cpu_blocks)
+        self.swapped: deque[Request] = deque()
+        """Requests whose blocks are there; they go before anyone who waits."""
+
+    def drop(self, request: Request) -> None:
+        """Forget a swapped request that will not come back."""
+        self.swapped.remove(request)
+        self.free(request)
+
+    def free(self, request: Request) -> None:
+        """Give back what a request holds of the CPU pool."""
+        self.cpu_pool.release(request.cpu_blocks, request.request_id)
+        request.cpu_blocks = []
 
     def most_blocks(self, group: Sequence[Request]) -> int:
         """Blocks of the CPU pool that saving these running requests takes, at most."""
@@ -35,7 +49,7 @@ class Swapping:
         """Save what these running requests, which are not in the decode set, have computed; False, and nothing changed, if the CPU pool
         has no room or one of them has nothing to save.
         """
-        cpu_pool, computed = self._scheduler.cpu_pool, [self._computed_blocks(request) for request in group]
+        cpu_pool, computed = self.cpu_pool, [self._computed_blocks(request) for request in group]
         if any(not blocks or request.dropped_tokens for request, blocks in zip(group, computed, strict=True)):
             return False
         full = {block_id for blocks in computed for block_id, is_full in blocks if is_full}
@@ -86,8 +100,7 @@ class Swapping:
                 shared.append(table.blocks[:full])
                 table.blocks += [next(left) for _ in range(stop, end)]
             draft.swap_ins.append((request.request_id, pairs))
-            scheduler.free_cpu_blocks(request)
-            scheduler.swapped.remove(request)
+            self.drop(request)
             scheduler.run(request, now_fs)
             blocks = [block_id for block_id in request.table.blocks if block_id != NO_BLOCK]
             scheduler.holdings.hold(request, len(blocks), now_fs)

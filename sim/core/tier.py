@@ -83,26 +83,27 @@ class PrefixTier:
 
         Raises ValueError if the content is here already.
         """
-        by_key, free = self._by_key, self._free
+        by_key, free, forgotten, before = self._by_key, self._free, 0, len(self._by_key)
         taken: list[TierBlock] = []
         for key in keys:
-            if key in by_key:
-                raise ValueError(f"prefix block {key} is in the CPU tier already")
             if free:
-                block_id = free.pop()
+                block = TierBlock(free.pop(), key)
             elif self._num_used < self.num_blocks:
                 self._num_used += 1
-                block_id = self._num_used
+                block = TierBlock(self._num_used, key)
             else:
-                for idle in by_key.values():
-                    if idle.written and not idle.readers:
+                for block in by_key.values():
+                    if block.written and not block.readers:
                         break
                 else:
                     break
-                del by_key[idle.key]
-                block_id = idle.block_id
-            block = by_key[key] = TierBlock(block_id, key)
+                del by_key[block.key]  # nobody uses it: it holds something else from now on
+                block.key, block.written = key, False
+                forgotten += 1
+            by_key[key] = block
             taken.append(block)
+        if len(by_key) != before - forgotten + len(taken):
+            raise ValueError(f"of {[block.key for block in taken]} some were in the CPU tier already, or twice")
         self.num_busy += len(taken)
         return taken
 

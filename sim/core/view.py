@@ -191,7 +191,7 @@ class EngineView:
     def num_in_flight(self) -> int:
         """Requests in the engine: running, queued, or served by the CPU executor."""
         server = self._scheduler.cpu_server
-        return self.num_running + self.num_waiting + (0 if server is None else len(server.serving))
+        return self.num_running + self.num_waiting + (0 if server is None else server.num_slots_taken)
 
     @property
     def waiting_prompt_tokens(self) -> int:

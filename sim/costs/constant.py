@@ -5,9 +5,10 @@ For analytic tests, whose right answers need a known service time, and as the kn
 
 from __future__ import annotations
 
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_fs, to_s
 from sim.core.config import ConfigError
-from sim.core.plan import BatchShape, Durations
+from sim.core.durations import Durations
 
 
 class FixedCost:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_s
-from sim.core.plan import BatchShape, Durations, Segment
+from sim.core.durations import Durations, Segment
 
 from .protocol import CostModel
 

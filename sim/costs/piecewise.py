@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sim.core.clock import to_fs
 from sim.core.config import ConfigError
-from sim.core.plan import Segment
+from sim.core.durations import Segment
 
 
 @dataclass(frozen=True, slots=True)

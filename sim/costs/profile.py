@@ -14,8 +14,9 @@ from bisect import bisect_left
 from math import ceil
 from typing import Any
 
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_fs
-from sim.core.plan import BatchShape, Durations
+from sim.core.durations import Durations
 
 from .piecewise import IntegerLine
 from .terms import TILE, StepTerms

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sim.core.plan import BatchShape, Durations
+from sim.core.batch_shape import BatchShape
+from sim.core.durations import Durations
 
 
 class CostModel(Protocol):

@@ -12,8 +12,9 @@ from __future__ import annotations
 from sim.catalog.dtypes import DTYPE_BYTES, weight_format
 from sim.catalog.gpus import Gpu
 from sim.catalog.shape import ModelShape
+from sim.core.batch_shape import BatchShape
 from sim.core.clock import to_fs
-from sim.core.plan import BatchShape, Durations
+from sim.core.durations import Durations
 
 from .efficiency import RooflineEfficiency
 from .work import (

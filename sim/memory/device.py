@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from sim.catalog.gpus import Gpu
 from sim.catalog.shape import ModelShape
-from sim.core.plan import BatchShape, Durations
+from sim.core.batch_shape import BatchShape
+from sim.core.durations import Durations
 
 from .faults import Faults
 from .ledger import Ledger

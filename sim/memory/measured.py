@@ -16,8 +16,8 @@ from typing import Any
 
 from sim.catalog.gpus import Gpu
 from sim.catalog.shape import ModelShape
+from sim.core.batch_shape import BatchShape
 from sim.core.need import blocks_for
-from sim.core.plan import BatchShape
 
 from .graphs import graph_plan
 from .ops import Op, Peak

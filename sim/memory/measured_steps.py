@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim.catalog.gpus import Gpu
 from sim.catalog.shape import ModelShape
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 
 from .measured import MeasuredMemory
 from .ops import Peak

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from sim.catalog.dtypes import DTYPE_BYTES
 from sim.catalog.gpus import Gpu
 from sim.catalog.shape import ModelShape
-from sim.core.plan import BatchShape
+from sim.core.batch_shape import BatchShape
 
 from .activation import forward_peaks, plain_attention_ops
 from .ops import Op, Peak, total

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sim.core.batch_shape import BatchShape
 from sim.core.facts import Committed
-from sim.core.plan import BatchShape, OomReport, StepPlan, StepResult
+from sim.core.plan import OomReport, StepPlan, StepResult
 from sim.memory.device import Device
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from sim.core.blocks import IntegrityError
 from sim.core.clock import to_s
 from sim.core.config import EngineConfig
+from sim.core.durations import Segment
 from sim.core.engine import EngineCore
 from sim.core.facts import Arrived, Committed
-from sim.core.plan import Segment, StepPlan, StepResult
+from sim.core.plan import StepPlan, StepResult
 from sim.core.request import Outcome, Request
 
 from .memory_record import MemoryRecord, RowMemory

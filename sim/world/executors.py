@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from sim.core.plan import Durations, Executor, OomReport, StepPlan, StepResult
+from sim.core.durations import Durations
+from sim.core.plan import Executor, OomReport, StepPlan, StepResult
 from sim.costs.protocol import CostModel
 
 

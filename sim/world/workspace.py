@@ -11,8 +11,9 @@ from bisect import bisect_left
 from dataclasses import replace
 from math import inf
 
+from sim.core.durations import Durations
 from sim.core.engine import EngineCore
-from sim.core.plan import Durations, Executor, OomReport, StepPlan, StepResult
+from sim.core.plan import Executor, OomReport, StepPlan, StepResult
 from sim.memory.device import Device
 from sim.memory.ops import Peak
 from sim.memory.rounding import reserved_bytes

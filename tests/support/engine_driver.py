@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from sim.core.clock import FS_PER_S, to_s
 from sim.core.config import EngineConfig
+from sim.core.durations import Durations
 from sim.core.engine import EngineCore
 from sim.core.facts import Committed
-from sim.core.plan import Durations, StepPlan, StepResult
+from sim.core.plan import StepPlan, StepResult
 from sim.core.policies import PRESETS
 from sim.core.policy import Policy
 from sim.core.request import Outcome, Request, RequestSpec

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sim.core.cpu_server import CpuExecutor
-from sim.core.ladder import LadderConfig, Rung
 from sim.core.policy import Policy
 from sim.core.preemption import worst_priority
 from sim.core.request import Request
+from sim.core.rungs import LadderConfig, Rung
 from sim.core.waiting import priority_queue
 from tests.support.engine_driver import DrivenStep, EngineDriver
 
@@ -30,10 +30,9 @@ class LadderedEngine(EngineDriver):
     def add(
         self, request_id: str, input_tokens: int, output_tokens: int = 20, priority: int = 1, **fields: object
     ) -> Request:
-        """A request that says how much it wants arrives now."""
-        return super().add(
-            request_id, input_tokens, output_tokens, max_tokens=output_tokens, priority=priority, **fields
-        )
+        """A request that says how much it wants, unless it asks for more, arrives now."""
+        fields.setdefault("max_tokens", output_tokens)
+        return super().add(request_id, input_tokens, output_tokens, priority=priority, **fields)
 
     def run(self, limit: int = 10_000) -> list[DrivenStep]:
         """Step until there is nothing to do, which is when everybody is gone."""

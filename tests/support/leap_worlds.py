@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from sim.core.batching import check_batching
 from sim.core.config import AttentionGroup, ConfigError, EngineConfig
 from sim.core.eviction import EVICTIONS
-from sim.core.ladder import ACTIONS, LadderConfig, Rung
 from sim.core.policy import Batching, BatchLimits, Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import Namespace, RequestSpec
 from sim.core.retention import Retention
+from sim.core.rungs import ACTIONS, LadderConfig, Rung
 from sim.core.waiting import FcfsQueue, aging_queue, priority_queue
 from sim.costs.constant import FixedCost
 from tests.support.leaping import Scenario

@@ -25,13 +25,13 @@ from gpu.ops import Ops
 from gpu.pool import PagedKVPool
 from gpu.weights import DecoderWeights
 from gpu.workspace import Workspace
+from sim.assembly import core_groups
 from sim.catalog.hf_config import shape_from_config
 from sim.core.blocks import BlockPool
 from sim.core.config import EngineConfig
 from sim.core.groups import tables_of
 from sim.core.tables import BlockTable
 from sim.memory import build_ledger
-from sim.simulation import core_groups
 
 SIZES = {
     "vocab_size": 96,

@@ -13,7 +13,8 @@ from gpu.ops import Ops
 from gpu.plan_moves import PlanMoves
 from gpu.pool import PagedKVPool
 from gpu.swap import BlockMover
-from sim.core.plan import BatchShape, ScheduledRequest, StepPlan
+from sim.core.batch_shape import BatchShape
+from sim.core.plan import ScheduledRequest, StepPlan
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 

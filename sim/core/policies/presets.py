@@ -12,9 +12,9 @@ from typing import Any
 
 from ..admission import Admission, CanEverFit, Every, FreeBlocks
 from ..config import EngineConfig
-from ..ladder import standard_ladder
 from ..policy import Batching, Policy, scheduling_policy
 from ..preemption import fewest_generated, last_admitted, worst_priority
+from ..rungs import standard_ladder
 from ..waiting import priority_queue
 from .new_token_ratio import NewTokenRatio
 from .predicted_peak import PredictedPeak

@@ -117,10 +117,6 @@ class ArenaAllocator(_NoDevice, ABC):
             pending_bytes=self._pending_bytes,
         )
 
-    def placements(self) -> dict[str, Placement]:
-        """Where everything alive lies, by id."""
-        return {allocation_id: placement for allocation_id, (placement, _) in self._alive.items()}
-
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _leave(self, allocation_id: str) -> Placement:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from io import BytesIO
-from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -47,8 +46,3 @@ def load_plain(data: bytes) -> Any:
             f"the file is no complete pickle, or not one of plain data ({type(error).__name__}: {error}); a snapshot is what "
             "torch.cuda.memory._dump_snapshot writes"
         ) from error
-
-
-def load_plain_file(path: str | Path) -> Any:
-    """The plain data of a pickle file. Raises SnapshotError, or OSError if the file cannot be opened."""
-    return load_plain(Path(path).read_bytes())

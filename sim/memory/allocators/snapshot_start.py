@@ -57,11 +57,6 @@ class StartState:
     contradictions: tuple[str, ...]
     """Where history and snapshot do not fit together."""
 
-    @property
-    def is_empty(self) -> bool:
-        """The history was recorded from the beginning."""
-        return not self.segments
-
 
 def unwind(segments: Sequence[SnapshotSegment], trace: Sequence[SnapshotEntry]) -> StartState:
     """Undo a history, from the state at its end to that at its beginning."""
