@@ -120,6 +120,7 @@ def run_scenario(
     except ImportError as error:
         raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
     device = find_device(scenario.run.device or "cpu")
+    _check_model(scenario)
     scenario, others = (scenario, 0) if device.type == "cpu" else _fitted_to(scenario, device)
     made: list[RealRun] = []
 
@@ -171,6 +172,15 @@ def _real_run(
         engine = RealEngine(wanted, requests, recorder=lambda index: recorders[0].recorder(index))
     recorders.append(RealRun(engine, nvml=nvml_reading(engine.device), wrap=wrap))
     return recorders[0]
+
+
+def _check_model(scenario: Scenario) -> None:
+    """Raises ConfigError for a model that no decoder computes, before the account of it finds that it does not fit."""
+    from gpu.decoder_config import DecoderConfig
+    from sim.catalog.models import model_shape
+
+    if scenario.model.model is not None:
+        DecoderConfig.of(model_shape(scenario.model.model), scenario.model.model)
 
 
 @contextmanager

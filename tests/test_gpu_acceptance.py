@@ -185,6 +185,15 @@ def test_scenarios_without_a_verdict_are_a_bar_not_met(tmp_path, monkeypatch):
     assert job.failures == ["0 cells of 1 have a verdict"]
 
 
+def test_a_loop_that_is_run_anew_does_not_find_the_earlier_one(tmp_path, monkeypatch):
+    steps = tmp_path / "loop" / "steps"
+    steps.mkdir(parents=True)
+    monkeypatch.setattr("experiments.calibration_loop.main", lambda flags: 2 if steps.exists() else 0)
+    job = Job(device="cpu", out=tmp_path / "loop.json", limit_s=60, small=True)
+    STAGES["loop"].run(job)
+    assert job.failures == []
+
+
 def test_counts_and_failures_are_read_from_what_pytest_wrote(tmp_path):
     file = tmp_path / "junit.xml"
     file.write_text(

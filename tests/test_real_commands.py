@@ -112,6 +112,7 @@ def test_the_kv_cache_of_a_run_on_the_cpu_is_bounded():
     ("flags", "words"),
     [
         (["--model", "granite-3.1-8b", "--max-model-len", "512"], ["granite-3.1-8b cannot be run for real", "llama"]),
+        (["--model", "deepseek-v3"], ["deepseek-v3 cannot be run for real", "its architecture is deepseek_v3"]),
         (["--model", "tiny-llama-test", "--quantization", "fp8"], ["quantization is 'fp8'", "plain weights"]),
         (["--model", "tiny-llama-test", "--kv-cache-dtype", "nvfp4"], ["nvfp4", "no real pool"]),
     ],

@@ -252,6 +252,7 @@ def test_the_report_shows_what_served_each_operation_and_what_fell_back(tmp_path
     scenario.write_text(RUN.format(requests=3, rate=50.0), encoding="utf-8")
     result = run_scenario(Scenario.load(scenario), peak_step=0)
     page = result.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "arena for temporary tensors, not yet used" in page and "allocator: stuck" not in page
     assert "<h2>What ran</h2>" in page
     assert "No operation fell back." in page
     assert "Memory peak of step 0" in page

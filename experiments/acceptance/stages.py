@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -94,6 +95,7 @@ def loop(job: Job) -> None:
     from ..calibration_loop import main
 
     folder = job.out.parent / "loop"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier try: the loop adds to none
     code = main(["--device", job.device, "--budget", "10s" if job.small else "40s", "--out", str(folder)])
     job.note(exit_code=code)
     if code:

@@ -41,9 +41,12 @@ def device_figure(result: Result) -> Figure | None:
     if edges.size > MAX_SPANS + 1:
         edges = np.linspace(edges[0], edges[-1], MAX_SPANS + 1)
     divide, unit = time_unit(edges)
+    measured = "process_bytes" in result.memory_columns
     traces: list[Figure] = []
     for name, column, colour in _LINES:
         values = _envelope(table, column, edges)
+        if measured and column == "idle_reserved":
+            name = "arena for temporary tensors, not yet used"
         if column not in ("kv_used_bytes", "weights_bytes") and float(values.high.max()) < 1e-3:
             continue
         traces.append(_area(name, values, values.mean, divide, colour))

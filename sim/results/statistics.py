@@ -1,6 +1,6 @@
 """The few statistical answers the twin gives, each by its textbook definition.
 
-Replications are compared in pairs (the same requests in A and B), warm-up is cut by MSER-5, and a queue that keeps
+Replications are compared in pairs (the same requests in A and B), MSER-5 says where warm-up ends, and a queue that keeps
 growing is recognised by the slope of its batch means. Functions take plain sequences and give plain values. scipy is
 imported where a t quantile is needed.
 """
