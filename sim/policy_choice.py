@@ -31,6 +31,7 @@ def choose_policy(
     """
     preset = PRESETS[table["policy"]](config)
     _check_heard(preset, table)
+    _check_gate(preset, table)
     config, policy = preset.configure(config), preset.policy
     if table["eviction"] != "lru":
         ranges = tuple(_range(index, each) for index, each in enumerate(table["retention"] or ()))
@@ -72,6 +73,15 @@ def _check_heard(preset: Preset, table: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"watermark is {table['watermark']:g}, but the preset {policy.name} has a rule of its own for what admission leaves free; use "
             "vllm-v1 or ladder, or leave it out"
+        )
+
+
+def _check_gate(preset: Preset, table: Mapping[str, Any]) -> None:
+    """Refuse to take off a gate that the preset's rules put on. Raises ConfigError."""
+    if not table["scheduler_reserve_full_isl"] and preset.overrides.get("reserve_full_prompt"):
+        raise ConfigError(
+            f"scheduler_reserve_full_isl is off, but the preset {preset.policy.name} admits a request only if its whole prompt fits; use "
+            "vllm-v1 or ladder, or leave it on"
         )
 
 

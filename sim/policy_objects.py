@@ -15,6 +15,7 @@ from typing import Any
 from sim.core.config import ConfigError, EngineConfig
 
 from .scenario_errors import ScenarioError, nearest
+from .scenario_tables import whole_keys
 
 Named = str | Mapping[str, Any]
 """A name, or a table with a name and arguments."""
@@ -42,7 +43,7 @@ def split(where: str, main: str, given: Named) -> tuple[str, dict[str, Any]]:
     name = given.get(main)
     if not isinstance(name, str):
         raise ScenarioError(f"{where} is {dict(given)!r}; a table needs {main} = a name, or module:Class")
-    return name, {key: _by_rank(value) for key, value in given.items() if key != main}
+    return name, {key: whole_keys(value) for key, value in given.items() if key != main}
 
 
 def factory(where: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -57,10 +58,10 @@ def factory(where: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
     module, _, attribute = name.partition(":")
     try:
         plug_in = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: a relative or an empty module
-        raise ScenarioError(f"{where} {name!r} cannot be loaded: {error}") from None
+    except Exception as error:  # whatever a module of the user's does when it is imported
+        raise ScenarioError(f"{where} {name!r} cannot be loaded: {_said(error)}") from error
     if not callable(plug_in):
-        raise ScenarioError(f"{where} {name!r} is no class, but a {type(plug_in).__name__}; write module:Class")
+        raise ScenarioError(f"{where} {name!r} cannot be called: it is a {type(plug_in).__name__}")
     made: Callable[..., Any] = plug_in
     return made
 
@@ -98,26 +99,23 @@ def bound(
     def made(config: EngineConfig) -> Any:
         try:
             return make(*positional, **arguments, **({"config": config} if takes_config else {}))
-        except (ConfigError, ScenarioError):
-            raise
-        except (TypeError, ValueError) as error:
-            raise ScenarioError(f"{where} {name!r} cannot be made {_listed(arguments)}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{where} {name!r}: {error}") from None
+        except Exception as error:  # whatever a class of the user's does when it is made
+            raise ScenarioError(f"{where} {name!r} cannot be made {_listed(arguments)}: {_said(error)}") from error
 
     return made
+
+
+def _said(error: Exception) -> str:
+    """An error in words: with its kind, where that is not one whose message stands by itself."""
+    told = isinstance(error, ImportError | AttributeError | TypeError | ValueError)
+    return str(error) if told else f"{type(error).__name__}: {error}"
 
 
 def _listed(arguments: Mapping[str, Any]) -> str:
     given = ", ".join(f"{key} = {value!r}" for key, value in arguments.items())
     return f"with {given}" if given else "without arguments"
-
-
-def _by_rank(value: object) -> object:
-    """TOML knows only text for keys; a priority is a whole number."""
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key: each for key, each in value.items()
-    }
 
 
 def _is_number(value: object) -> bool:

@@ -24,6 +24,8 @@ _PARTS_OF_QUEUE = ("steady", "__len__", "add", "put_back", "started", "head", "p
 """And of a `WaitingQueue`."""
 _RESERVATIONS = ("full-reservation", "contiguous-reservation")
 """Admission policies under which nobody is preempted."""
+_CACHE_RUNGS = ("drop_cache", "no_reuse")
+"""Actions of a ladder on what the prefix cache keeps."""
 
 
 def with_parts(
@@ -37,11 +39,7 @@ def with_parts(
     entries = _entries(table["admission"])
     names = [name for name, _ in entries]
     policy = _with_victim(policy, preset, table["victim"], names)
-    if "max-in-flight" in names and table["max_num_queued_reqs"] is not None:
-        raise ConfigError(
-            f"max_num_queued_reqs is {table['max_num_queued_reqs']}, and admission has max-in-flight: two limits of one kind, whose times "
-            "to come back contradict each other; leave one of them out"
-        )
+    _check_given_once(names, table)
     if lora_slots is not None:
         _settle_adapter_slots(entries, lora_slots)
     if not entries:
@@ -51,21 +49,56 @@ def with_parts(
     return replace(policy, admission=lambda config: Every([before(config), *(make(config) for make in makers)]))
 
 
-def idle_parts(table: Mapping[str, Any], requests: Sequence[RequestSpec]) -> list[str]:
-    """What is named and can do nothing with this load is probably not what was meant."""
-    if any(name == "lora-slots" for name, _ in _entries(table["admission"])) and not any(
-        spec.namespace.lora for spec in requests
-    ):
-        return [
-            "admission lora-slots sets nobody aside: no request asks for an adapter; say which do ([workload] loras), or leave it out"
-        ]
-    return []
+def idle_parts(
+    table: Mapping[str, Any], policy: Policy, config: EngineConfig, requests: Sequence[RequestSpec]
+) -> list[str]:
+    """What `[policy]` names and can do nothing, with this engine or this load, is probably not what was meant."""
+    rungs = [] if policy.ladder is None else [rung.action for rung in policy.ladder.rungs]
+    of_the_cache = [action for action in rungs if action in _CACHE_RUNGS]
+    by_lora_slots = any(name == "lora-slots" for name, _ in _entries(table["admission"]))
+    no_cache = not config.enable_prefix_caching
+    sentences = {
+        "admission lora-slots sets nobody aside: no request asks for an adapter; say which do ([workload] loras), or leave it out": (
+            by_lora_slots and not any(spec.namespace.lora for spec in requests)
+        ),
+        f"eviction {table['eviction']} orders nothing: without prefix caching no block is kept": (
+            no_cache and table["eviction"] != "lru"
+        ),
+        f"the ladder's {', '.join(of_the_cache)} can do nothing: without prefix caching no block is kept": (
+            no_cache and bool(of_the_cache)
+        ),
+        f"guard_priority is {table['guard_priority']}, but there is no ladder from which it could spare anybody": (
+            table["guard_priority"] != 0 and policy.ladder is None
+        ),
+        "displace_queued sends nobody away: all requests have one priority; give them several ([workload] priorities)": (
+            table["displace_queued"] and len({spec.priority for spec in requests}) < 2
+        ),
+        "fork_samples forks nobody: every request has one sample; ask for more ([workload] n)": (
+            table["fork_samples"] and all(spec.forking is None for spec in requests)
+        ),
+    }
+    return [sentence for sentence, applies in sentences.items() if applies]
 
 
 def _entries(given: Named | list[Named] | None) -> list[tuple[str, dict[str, Any]]]:
     """Names and arguments of the admission policies."""
     several = [] if given is None else given if isinstance(given, list) else [given]
     return [split(f"[policy] admission {index}", "policy", each) for index, each in enumerate(several)]
+
+
+def _check_given_once(names: Sequence[str], table: Mapping[str, Any]) -> None:
+    """Two limits of one kind contradict each other, or one of them does nothing. Raises ConfigError."""
+    for name, key in (("max-in-flight", "max_num_queued_reqs"), ("max-queued-tokens", "max_num_queued_tokens")):
+        if name in names and table[key] is not None:
+            raise ConfigError(
+                f"{key} is {table[key]}, and admission has {name}: two limits of one kind, whose times to come back contradict each other; "
+                "leave one of them out"
+            )
+    for name in names:
+        if (
+            name in ADMISSIONS and name != "token-bucket" and names.count(name) > 1
+        ):  # two rates, over a short and a long time, make sense
+            raise ConfigError(f"admission has {name} {names.count(name)} times; one of each kind is enough")
 
 
 def _settle_adapter_slots(entries: list[tuple[str, dict[str, Any]]], slots: int) -> None:
@@ -112,8 +145,21 @@ def _with_queue(policy: Policy, table: Mapping[str, Any]) -> Policy:
         raise ScenarioError(
             f"{where} {name!r} has no {', '.join(lacking)}; a queue has what sim.core.waiting.WaitingQueue lists"
         )
+    _check_head(where, name, make)
     bound(where, name, make, arguments, None)
     return replace(policy, queue=lambda view: make(view, **arguments))
+
+
+def _check_head(where: str, name: str, make: Callable[..., Any]) -> None:
+    """A ladder that keeps the unimportant out asks for the first of the others."""
+    if not inspect.isclass(make):
+        return
+    try:
+        inspect.signature(make.head).bind(None, important=True)  # type: ignore[attr-defined]  # it has one
+    except TypeError as error:
+        raise ScenarioError(
+            f"{where} {name!r}: its head must take important = True, for the first of those whom a ladder spares: {error}"
+        ) from None
 
 
 def _with_victim(policy: Policy, preset: Preset, name: str | None, admissions: Sequence[str]) -> Policy:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 _Length = Annotated[int, Field(ge=1)] | Annotated[list[int], Field(min_length=2, max_length=2)] | None
 
 
-def _whole_keys(given: object) -> object:
+def whole_keys(given: object) -> object:
     """TOML knows only text for keys; a priority is a whole number."""
     if not isinstance(given, dict):
         return given
@@ -25,7 +25,7 @@ def _whole_keys(given: object) -> object:
 _Named = Annotated[str, Field(min_length=1)] | dict[str, Any]
 """A name, or a table with a name and arguments (`sim.policy_objects`)."""
 
-_Priorities = Annotated[dict[int, float], BeforeValidator(_whole_keys)]
+_Priorities = Annotated[dict[int, float], BeforeValidator(whole_keys)]
 
 
 class Table(BaseModel):

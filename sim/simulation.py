@@ -146,7 +146,7 @@ def simulate(
             *resolved.warnings,
             *(prices.warnings() if executor is None else []),
             *_idle_ladder(policy, sent),
-            *idle_parts(resolved["policy"], sent),
+            *idle_parts(resolved["policy"], policy, config, sent),
             *dict.fromkeys(sentence for recorder in record.recorders for sentence in recorder.core.diagnose()),
             *unsteady,
         ],

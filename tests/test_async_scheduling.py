@@ -7,7 +7,13 @@ import json
 import sim
 from experiments.cli import main
 from sim.core.clock import FS_PER_S
+from sim.core.policies import shortest_predicted_queue
+from sim.core.policy import Policy
 from sim.core.request import Outcome
+from sim.costs.constant import FixedCost
+from sim.world import run_world
+from tests.support.roomy import TICK_S, request
+from tests.support.roomy import engine as roomy_engine
 
 SECOND = FS_PER_S
 
@@ -155,6 +161,24 @@ def test_nobody_gives_way_for_blocks_that_come_back_with_the_step_under_way(driv
     engine.run()
     assert (needs.outcome, needs.num_preemptions) == (Outcome.FINISHED, 0)
     assert engine.core.discarded_tokens == 0
+
+
+def test_a_prediction_is_made_when_an_arrival_is_queued_however_far_the_engine_leaps():
+    """One slot. "first" decodes; its output of 12 tokens will be all that is known of outputs. "long" (cap 30) and "short" (cap 20) come
+    meanwhile, when nothing is known, and stand by their caps. Judged when "first" had ended both would be predicted 12, "long" first.
+    """
+    config = roomy_engine(max_num_seqs=1, async_scheduling=True)
+    requests = (
+        request("first", 0.0, 4, 12, max_tokens=12),
+        request("long", 3 * TICK_S, 4, 14, max_tokens=30),
+        request("short", 4 * TICK_S, 4, 12, max_tokens=20),
+    )
+    for stepping in (True, False):
+        record = run_world(
+            config, FixedCost(TICK_S), requests, policy=Policy(queue=shortest_predicted_queue), stepping=stepping
+        )
+        started = sorted(record.requests, key=lambda each: each.scheduled_fs)
+        assert [each.request_id for each in started] == ["first", "short", "long"], stepping
 
 
 def test_late_output_of_a_request_that_stopped_is_ignored(drive):

@@ -14,7 +14,7 @@ from sim.core.config import ConfigError, EngineConfig
 from sim.core.durations import Durations
 from sim.core.engine import EngineCore
 from sim.core.plan import OomReport, StepResult
-from sim.core.policy import Policy
+from sim.core.policy import Batching, BatchLimits, Policy
 from sim.core.request import Outcome, RequestSpec, State
 from sim.core.tier import PrefixTier
 from sim.costs.constant import FixedCost
@@ -134,6 +134,28 @@ def test_a_request_that_loads_takes_no_place_and_does_not_compute(drive):
     assert a.outcome is Outcome.FINISHED
     assert engine.core.cpu_hit_tokens == 8
     assert a.prefix_hit_tokens == 0
+
+
+def test_a_loaded_request_waits_for_the_decodes_turn_to_end_and_no_longer(drive):
+    """Turns of 5 steps. Step 0: C's prompt, and A begins to load. Steps 1 to 5 are the decodes'. The load ends after step 2, when nobody
+    else waits: a stretch from step 3 on is 3 steps long, and A starts in step 6.
+    """
+    turns = Policy(batching=Batching.DECODE_FIRST, limits=BatchLimits(continuous_decode_steps=5))
+    engine = drive(num_gpu_blocks=20, policy=turns, **SMALL)
+    warm(engine, "W", "xy")
+    engine.pool.drop_cached()
+    a = engine.add("A", 9, **named("xy"))
+    engine.add("C", 3, 20)
+    begins = engine.step()
+    first = begins.plan.step
+    for _ in range(2):
+        assert engine.step().tokens == {"C": 1}
+    pass_all(engine, begins.plan)
+    plan = engine.plan()
+    assert (plan.step - first, plan.repeat) == (3, 3)
+    engine.commit(plan)
+    assert engine.step().tokens == {"A": 1}
+    assert a.outcome is Outcome.FINISHED
 
 
 def test_what_is_loaded_is_shared_only_when_it_is_there(drive):

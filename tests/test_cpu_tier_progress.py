@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from sim.core.config import EngineConfig
 from sim.core.policies import PRESETS
+from sim.core.policy import Batching, BatchLimits
 from sim.core.request import Outcome, RequestSpec
 from sim.costs.constant import FixedCost
 from sim.world import run_world
 from tests.support.roomy import TICK_S
-from tests.support.tiers import conversations
+from tests.support.tiers import Copies, assert_nobody_is_lost, conversations, copies, scenario_of
 
 CACHING = [
     name
@@ -62,3 +63,37 @@ def test_every_request_ends_and_every_block_comes_back(name: str) -> None:
                 assert request.num_preemptions == 0
 
     ends()
+
+
+@settings(max_examples=60)
+@given(
+    conversations(most_output_tokens=40),
+    copies,
+    st.sampled_from(list(Batching)),
+    st.sampled_from([3, 7, 20]),
+    st.sampled_from([None, 1, 2]),
+    st.booleans(),
+)
+def test_with_every_batching_a_leap_leaves_what_its_steps_leave(
+    requests: tuple[RequestSpec, ...],
+    tier: Copies,
+    batching: Batching,
+    turn: int,
+    most_prompts: int | None,
+    ahead: bool,
+) -> None:
+    config = EngineConfig(
+        num_gpu_blocks=30,
+        block_size=4,
+        max_model_len=72,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        async_scheduling=ahead,
+    )
+    scenario = scenario_of("vllm-v1", config, tier, requests)
+    limits = BatchLimits(
+        continuous_decode_steps=turn if batching is Batching.DECODE_FIRST else None, max_prefill_seqs=most_prompts
+    )
+    assert scenario.policy is not None
+    policy = replace(scenario.policy, batching=batching, limits=limits)
+    assert_nobody_is_lost(replace(scenario, policy=policy), tier.fails)

@@ -61,7 +61,7 @@ def test_a_retention_range_with_a_wrong_value_is_refused(span, words):
         ("os:getcwd", "os:getcwd' makes a str, which has no"),
         ("json:JSONDecoder", "json:JSONDecoder' makes a JSONDecoder, which has no steady"),
         ("json:JSONDecodeError", "cannot be made without arguments"),
-        ("math:pi", "is no class"),
+        ("math:pi", "cannot be called: it is a float"),
     ],
 )
 def test_a_plug_in_that_is_no_admission_policy_is_refused_when_the_scenario_is_read(name, words):

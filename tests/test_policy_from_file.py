@@ -1,6 +1,7 @@
 """Every policy of docs/policies.md can be chosen from a scenario file, with its arguments, and what makes no sense is refused."""
 
 import re
+import sys
 import textwrap
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 import sim
 from sim.core import ConfigError, EngineConfig, EngineCore
+from sim.core.admission import AdmissionBase, Every
 from sim.core.batching import Batching
 from sim.core.eviction import EVICTIONS
 from sim.core.policies import PRESETS
@@ -228,14 +230,100 @@ victim = "my_policies:oldest"
     assert type(core._scheduler.waiting).__name__ == "LongestFirst"
 
 
-def test_slots_without_anybody_who_asks_for_an_adapter_are_pointed_out():
-    scenario = sim.Scenario(
-        model="llama-3.1-8b",
-        gpu="h100-sxm-80gb",
-        workload=WORKLOAD,
-        policy={"admission": {"policy": "lora-slots", "max_loras": 2}},
+BROKEN = """
+from sim.core.admission import AdmissionBase, Deferral
+from sim.core.waiting import KeyedQueue
+
+class Breaks(AdmissionBase):
+    def __init__(self):
+        {}["lost"]
+
+class SaysYes(AdmissionBase):
+    def arrive(self, spec, view):
+        return True
+
+class DefersUnsaid(AdmissionBase):
+    def may_start(self, request, need_blocks, view):
+        return Deferral(reason="long", why="it is long", give_up_after_s=60.0)
+
+def nobody(running, known):
+    return None
+
+class HeadForAll(KeyedQueue):
+    def __init__(self, view):
+        super().__init__(lambda request: 0, view)
+    def head(self):
+        return super().head()
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("admission = 'broken:Breaks'", "'broken:Breaks' cannot be made without arguments: KeyError: 'lost'"),
+        (
+            "admission = 'broken:SaysYes'",
+            "says True of the arrival '0'; it must be None, a Rejection or a Displacement",
+        ),
+        ("admission = 'broken:DefersUnsaid'", r"defers '0' \(long\), but its may_defer is not True"),
+        ("victim = 'broken:nobody'", "the policy's victim is None; it must be one of the 4 running requests"),
+        ("queue = 'broken:HeadForAll'", "'broken:HeadForAll': its head must take important = True"),
+        ("admission = 'unreadable:Any'", "'unreadable:Any' cannot be loaded: SyntaxError: "),
+    ],
+)
+def test_a_plug_in_that_answers_what_it_may_not_is_named(tmp_path, monkeypatch, policy, words):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "unreadable.py").write_text("class Any\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises((ScenarioError, ConfigError), match=words):
+        run(tmp_path, policy, num_gpu_blocks_override=64, rate=10_000.0, output_tokens=200, loras=None)
+
+
+def test_a_yes_in_other_words_is_a_yes_and_the_next_policy_is_asked() -> None:
+    """`a and b` may be 1: that is no objection, and no reason not to ask the others."""
+
+    class One(AdmissionBase):
+        def may_start(self, request, need_blocks, view):
+            return 1
+
+    class No(AdmissionBase):
+        def may_start(self, request, need_blocks, view):
+            return False
+
+    assert Every([One(), No()]).may_start(None, 0, None) is False
+    assert Every([One(), One()]).may_start(None, 0, None) is True
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "words"),
+    [
+        ({"admission": {"policy": "lora-slots", "max_loras": 2}}, {}, "lora-slots sets nobody aside"),
+        ({"eviction": "lfu"}, {"enable_prefix_caching": False}, "eviction lfu orders nothing"),
+        ({"eviction": "lfu", "policy": "vllm-v0"}, {}, "eviction lfu orders nothing"),
+        (
+            {"ladder": [{"action": "no_reuse", "on": 0.9, "off": 0.5}]},
+            {"enable_prefix_caching": False},
+            "no_reuse can do",
+        ),
+        ({"guard_priority": 2}, {}, "guard_priority is 2, but there is no ladder"),
+        ({"max_num_queued_reqs": 2, "displace_queued": True}, {}, "displace_queued sends nobody away"),
+        ({"fork_samples": True}, {}, "fork_samples forks nobody"),
+    ],
+)
+def test_what_can_do_nothing_is_pointed_out(policy, more, words):
+    """And what can do something is not: the same words do not come where the key has an effect."""
+    scenario = sim.Scenario(model="llama-3.1-8b", gpu="h100-sxm-80gb", workload=WORKLOAD, policy=policy)
+    said = sim.simulate(scenario.with_(**more)).summary["warnings"]
+    assert sum(words in text for text in said) == 1
+    useful = scenario.with_(
+        workload={**WORKLOAD, "num_requests": 20, "priorities": {0: 0.5, 1: 0.5}, "loras": {"a": 0.5}, "n": 2},
+        max_loras=2,
     )
-    assert any("sets nobody aside" in text for text in sim.simulate(scenario).summary["warnings"])
+    if "guard_priority" in policy:
+        useful = useful.with_(ladder=[{"action": "pause_admission", "on": 0.9, "off": 0.5}])
+    if policy.get("policy") != "vllm-v0":
+        assert not any(words in text for text in sim.simulate(useful).summary["warnings"])
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------------
@@ -254,6 +342,25 @@ def test_slots_without_anybody_who_asks_for_an_adapter_are_pointed_out():
         ({"admission": {"policy": "priority-shares", "shares": {"high": 0.8}}}, "a table of numbers by priority"),
         ({"admission": {"policy": "ttft-deadline", "deadline_s": "2"}}, "deadline_s is '2'; it must be a number"),
         ({"admission": {"policy": "max-in-flight", "limit": 3}, "max_num_queued_reqs": 4}, "leave one of them out"),
+        (
+            {"admission": {"policy": "max-queued-tokens", "limit": 3}, "max_num_queued_tokens": 4},
+            "leave one of them out",
+        ),
+        (
+            {"admission": [{"policy": "max-running", "limit": 3}, {"policy": "max-running", "limit": 2}]},
+            "max-running 2 times",
+        ),
+        ({"admission": {"policy": "free-blocks", "watermark_blocks": -1}}, "'free-blocks': the watermark is -1 blocks"),
+        ({"admission": {"policy": "free-blocks", "watermark_blocks": 200}}, "200 blocks of a pool of 200: only one"),
+        ({"admission": {"policy": "ttft-deadline", "deadline_s": {}}}, "'ttft-deadline': deadlines .* for none"),
+        ({"queue": {"order": "deadline", "deadline_s": {}}}, "at least one; got {}"),
+        ({"ladder": [{"action": "no_reuse", "on": -0.5, "off": -1}]}, "no_reuse goes off below -1; no signal is ever"),
+        ({"victim": "os:sep"}, "'os:sep' cannot be called: it is a str"),
+        (
+            {"policy": "sglang", "scheduler_reserve_full_isl": False},
+            "the preset sglang admits .* only if its whole prompt",
+        ),
+        ({"policy": "vllm-v0", "scheduler_reserve_full_isl": False}, "vllm-v1 or ladder, or leave it on"),
         ({"queue": "fifo"}, "queue is 'fifo'; known are fcfs"),
         ({"queue": {"order": "aging"}}, "cannot be made without arguments: missing"),
         ({"queue": {"order": "aging", "s_per_level": 0}}, "above 0"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .config import EngineConfig
+from .config import ConfigError, EngineConfig
 from .need import slots_needed
 from .request import Request, RequestSpec
 from .view import EngineView
@@ -84,6 +84,13 @@ class Admission(Protocol):
         ...
 
 
+def no_answer(said: object, spec: RequestSpec) -> ConfigError:
+    """The error for what a policy may not say of an arrival."""
+    return ConfigError(
+        f"an admission policy says {said!r} of the arrival {spec.request_id!r}; it must be None, a Rejection or a Displacement"
+    )
+
+
 class AdmissionBase:
     """Lets everybody in; a policy overrides what it cares about."""
 
@@ -126,15 +133,17 @@ class Every(AdmissionBase):
                 for agreed in self.policies[:position]:
                     agreed.withdraw(spec, view)
                 return said
-            if said is not None:
-                victims |= said.victims
+            if isinstance(said, Displacement):
+                victims |= dict(said.victims)
+            elif said is not None:
+                raise no_answer(said, spec)
         return Displacement(tuple(victims.items())) if victims else None
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """The first objection."""
         for policy in self.policies:
             said = policy.may_start(request, need_blocks, view)
-            if said is not True:
+            if not said or isinstance(said, Rejection | Deferral):
                 return said
         return True
 
@@ -197,6 +206,8 @@ class FreeBlocks(AdmissionBase):
     """
 
     def __init__(self, watermark_blocks: int = 0) -> None:
+        if watermark_blocks < 0:
+            raise ConfigError(f"the watermark is {watermark_blocks} blocks; it must be at least 0")
         self._watermark_blocks = watermark_blocks
 
     def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:

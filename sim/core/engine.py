@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from .admission import Rejection
+from .admission import Displacement, Rejection, no_answer
 from .audit import check_books
 from .blocks import BlockPool
 from .config import EngineConfig
@@ -76,7 +76,7 @@ class EngineCore(EngineFacts):
     def add(self, spec: RequestSpec, now_fs: int) -> Arrived:
         """A request arrives: it is queued, or rejected with a reason.
 
-        Raises ValueError for a request id that is in the system already.
+        Raises ValueError for a request id that is in the system already, ConfigError for what an admission policy may not answer.
         """
         if spec.request_id in self._requests:
             raise ValueError(f"request id {spec.request_id!r} is already in the system; ids must be unique")
@@ -93,6 +93,8 @@ class EngineCore(EngineFacts):
         if isinstance(said, Rejection):
             self._departures.reject(request, said, now_fs)
             return Arrived(request, may_change_plan=True, may_start=True)  # the log must show it at the right step
+        if said is not None and not isinstance(said, Displacement):
+            raise no_answer(said, spec)
         for victim_id, rejection in said.victims if said is not None else ():
             self._departures.displace(self._requests[victim_id], rejection, now_fs)
         self._requests[spec.request_id] = request

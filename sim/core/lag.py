@@ -83,10 +83,8 @@ class Lag:
 
     def look_back(self, now_fs: int) -> None:
         """A plan is to be made: show what it may see."""
-        seen_fs = now_fs if self._seen_fs is None else self._seen_fs
-        self._enter([request for request in self.arrivals if request.arrival_fs <= seen_fs])
         self._scheduler.num_unseen = 0
-        self._scheduler.looks_back_fs = now_fs - seen_fs
+        self._scheduler.looks_back_fs = self.looks_back_fs(now_fs)
 
     def planned(self, start_fs: int) -> list[Request]:
         """A plan has been made: the news of the step before it are known. Returns those of `late` that take no part in the plan."""
@@ -96,8 +94,11 @@ class Lag:
         return [request for request in self.late if request.state is not State.RUNNING]
 
     def committed(self, last_step_fs: int) -> list[Request]:
-        """Steps are done, the last of which started at `last_step_fs`. Returns those of `late` whom the next plan will know of."""
+        """Steps are done, the last of which started at `last_step_fs`: the plan of that one knew who had arrived until then, and has queued
+        them, before anything came of the step. Returns those of `late` whom the next plan will know of.
+        """
         self._seen_fs = last_step_fs
+        self._enter([request for request in self.arrivals if request.arrival_fs <= last_step_fs])
         return [request for request in self.late if request.state is State.RUNNING]
 
     def catch_up(self) -> list[Request]:

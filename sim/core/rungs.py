@@ -71,6 +71,10 @@ class Rung:
             raise ConfigError(f"rung action {self.action!r} is not known; known are {', '.join(ACTIONS)}")
         if self.signal not in SIGNALS:
             raise ConfigError(f"rung signal {self.signal!r} is not known; known are {', '.join(SIGNALS)}")
+        if self.off < 0:
+            raise ConfigError(
+                f"rung {self.action} goes off below {self.off:g}; no signal is ever below 0, so off must be at least 0"
+            )
         if self.off > self.on:
             raise ConfigError(
                 f"rung {self.action} goes off below {self.off}, above where it goes on ({self.on}): it would flutter"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .admission import Admission
 from .batching import is_prompt
+from .config import ConfigError
 from .draft import Draft
 from .policy import Policy
 from .request import Request, State
@@ -57,7 +58,11 @@ class Shortage:
                 position += 1
                 continue
             while (num_tokens := scheduler.serving.serve(request, asked, draft, now_fs)) is None:
-                victim = self._policy.victim(scheduler.running, scheduler.decode.known)
+                victim: object = self._policy.victim(scheduler.running, scheduler.decode.known)
+                if not isinstance(victim, Request) or scheduler.running.get(victim.order) is not victim:
+                    raise ConfigError(
+                        f"the policy's victim is {victim!r}; it must be one of the {len(scheduler.running)} running requests"
+                    )
                 group = scheduler.families.moving_with(victim)
                 for member in group:
                     if member.order not in draft.resting:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from .admission import Admission, Deferral, Rejection
 from .batching import is_prompt
 from .blocks import NO_BLOCK
+from .config import ConfigError
 from .draft import Draft, Share
 from .loads import Loading
 from .offload import Offload
@@ -183,7 +184,10 @@ class Starts:
         scheduler = self._scheduler
         said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, scheduler.view_at(now_fs))
         if isinstance(said, Deferral):
-            assert scheduler.aside is not None  # `may_defer` promised it
+            if scheduler.aside is None:
+                raise ConfigError(
+                    f"the admission policy defers {request.request_id!r} ({said.reason}), but its may_defer is not True; set it"
+                )
             said = scheduler.aside.set_aside(request, said, scheduler.view.now_fs)
         elif not isinstance(said, Rejection):
             return bool(said)
@@ -250,4 +254,5 @@ class Starts:
         scheduler = self._scheduler
         if scheduler.num_slots_taken >= scheduler.config.max_num_seqs or is_paused(scheduler, request):
             return False
-        return self._admission.may_start(request, len(scheduler.config.groups), scheduler.view_at(now_fs)) is True
+        said = self._admission.may_start(request, len(scheduler.config.groups), scheduler.view_at(now_fs))
+        return bool(said) and not isinstance(said, Rejection | Deferral)

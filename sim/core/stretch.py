@@ -50,7 +50,8 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, taken: int | None
     if draft.shares or draft.changed_queue or draft.decodes_rest or not (stands_still or draft.turn_left):
         return 1
     limit = scheduler.decode.steps_to_completion() or 1
-    if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapping.swapped):
+    loaded = scheduler.offload is not None and bool(scheduler.offload.loads.ready)
+    if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapping.swapped or loaded):
         limit = min(limit, draft.turn_left)  # then it is the turn of those
     if max_steps is not None:
         limit = min(limit, max_steps)

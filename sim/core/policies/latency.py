@@ -33,6 +33,8 @@ class TtftDeadline(FrontDoor):
         self, deadline_s: float | Mapping[int, float], *, shed_late: bool = False, grace_s: float = 2.0
     ) -> None:
         super().__init__(grace_s=grace_s)
+        if isinstance(deadline_s, Mapping) and not deadline_s:
+            raise ConfigError("deadlines for the first token are given by priority, but for none; give at least one")
         for limit_s in deadline_s.values() if isinstance(deadline_s, Mapping) else (deadline_s,):
             if limit_s <= 0:
                 raise ConfigError(f"a deadline for the first token is {limit_s} s; it must be above 0")

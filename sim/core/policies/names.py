@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ..admission import Admission, CanEverFit, FreeBlocks
 from ..clock import to_fs
-from ..config import ConfigError
+from ..config import ConfigError, EngineConfig
 from ..waiting import FcfsQueue, aging_queue, priority_queue
 from .caps import MaxInFlight, MaxKvBlocks, MaxQueuedTokens, MaxRunning
 from .fair_queue import FairQueue
@@ -23,6 +23,14 @@ from .reservation import ContiguousReservation, FullReservation
 from .tenants import PriorityShares, TokenBucket
 
 _SGLANG = RatioSettings()
+
+
+def _free_blocks(config: EngineConfig, watermark_blocks: int = 0) -> FreeBlocks:
+    if watermark_blocks >= config.num_gpu_blocks:
+        raise ConfigError(
+            f"the watermark is {watermark_blocks} blocks of a pool of {config.num_gpu_blocks}: only one request would ever run; lower it"
+        )
+    return FreeBlocks(watermark_blocks)
 
 
 def _new_token_ratio(
@@ -47,7 +55,7 @@ def _new_token_ratio(
 
 ADMISSIONS: dict[str, Callable[..., Admission]] = {
     "can-ever-fit": CanEverFit,
-    "free-blocks": FreeBlocks,
+    "free-blocks": _free_blocks,
     "max-in-flight": MaxInFlight,
     "max-queued-tokens": MaxQueuedTokens,
     "max-running": MaxRunning,

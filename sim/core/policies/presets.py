@@ -39,7 +39,7 @@ class Preset:
 
 def vllm_v1(config: EngineConfig) -> Preset:
     """vLLM V1 (upstream of 2026-05): no reservation beyond the prompt; when blocks run out the last admitted (or the worst
-    priority) is recomputed, from the front of the queue. Left out: KV connectors and asynchronous loads, LoRA slots, encoder budgets.
+    priority) is recomputed, from the front of the queue. Left out: KV connectors to other servers, encoder budgets.
     Added: what can never fit is rejected on arrival (#39734 waits for ever).
     """
     return Preset(policy=scheduling_policy(config))

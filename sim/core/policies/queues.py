@@ -52,8 +52,8 @@ def deadline_queue(deadline_s: float | Mapping[int, float], *, late_last: bool =
     drag others into lateness after it (EDF alone does, under overload).
     """
     values = deadline_s.values() if isinstance(deadline_s, Mapping) else (deadline_s,)
-    if any(value <= 0 for value in values):
-        raise ConfigError(f"deadlines are seconds above 0; got {deadline_s}")
+    if not values or any(value <= 0 for value in values):
+        raise ConfigError(f"deadlines are seconds above 0, at least one; got {deadline_s}")
 
     def due_fs(spec: RequestSpec, arrival_fs: int) -> int:
         given_s = deadline_s.get(spec.priority) if isinstance(deadline_s, Mapping) else deadline_s
