@@ -38,6 +38,8 @@ SETTINGS = MeasureSettings(
     model="tiny-llama-test", max_num_batched_tokens=256, max_num_seqs=32, max_model_len=512, clock="thread"
 )
 
+BLOCKS = 60
+
 
 class Pretending:
     """Stands in for the device: steps take what the profile says, times a factor. It holds no blocks."""
@@ -54,8 +56,13 @@ class Pretending:
 
 
 def recorded(folder: Path, factor: float) -> Path:
-    """A run of the held-out scenario on a device that is `factor` times as slow as its profile says."""
-    run_for_real(held_out_scenario(SETTINGS), wrap=lambda inner: Pretending(factor)).result.save(folder)
+    """A run of the held-out scenario on a device that is `factor` times as slow as its profile says, with a pool in which requests are
+    preempted whatever the profile of the day says of the device's speed.
+    """
+    scenario = held_out_scenario(SETTINGS)
+    engine = scenario.engine.model_copy(update={"num_gpu_blocks_override": BLOCKS})
+    scenario = scenario.model_copy(update={"engine": engine})
+    run_for_real(scenario, wrap=lambda inner: Pretending(factor)).result.save(folder)
     return folder
 
 
