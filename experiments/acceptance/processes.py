@@ -28,7 +28,7 @@ def run_tests(job: Job) -> None:
     if not folder.is_dir() or importlib.util.find_spec("pytest") is None:
         raise SkippedError("there are no tests, or no pytest, in this installation")
     marked = [
-        file for file in sorted(folder.glob("test_*.py")) if "pytest.mark.gpu" in file.read_text(encoding="utf-8")
+        file for file in sorted(folder.rglob("test_*.py")) if "pytest.mark.gpu" in file.read_text(encoding="utf-8")
     ]
     if job.small:
         marked = [file for file in marked if file.name in SMALL_TESTS]

@@ -13,7 +13,7 @@ from gpu.kernels.cases import Shape, paged_batch
 from gpu.kernels.sampling import SampleCall
 from gpu.layout import KVLayout
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def step(ops):

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATA = Path(os.environ.get("KVTWIN_DATA", ROOT.parent / "shared" / "data")).resolve()
 COMMAND_TIMEOUT_S = 300

@@ -96,7 +96,7 @@ def test_the_function_is_not_hidden_by_a_module_of_its_name():
     code = (
         "import sim.simulation, sim.scenario, sim; assert callable(sim.simulate); assert sim.Scenario().run.seed == 0"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 UNIFORM = {"workload": "uniform", "num_requests": 30, "rate": 20.0, "input_tokens": 200, "output_tokens": [2, 60]}

@@ -12,7 +12,7 @@ from experiments.kernels import bench_text, kernels
 from gpu.published import decode_times, nearest
 from sim.core.config import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_document_has_the_agreed_keys_for_every_kernel(capsys):

@@ -19,7 +19,7 @@ from gpu.kernels.blocks_twin import block_checksum_twin, move_blocks_twin, store
 from gpu.kernels.cases import Shape, empty_cache
 from gpu.kernels.launch import KVView
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STORE = "gpu.kernels.store_kv:store_kv"
 MOVE = "gpu.kernels.move_blocks:move_blocks"
 SUM = "gpu.kernels.block_checksum:block_checksum"

@@ -146,7 +146,7 @@ def test_turns_continue_conversations_one_after_another():
 
 
 def test_the_tables_are_what_the_script_fits(data_dir, monkeypatch):
-    script = Path(__file__).parents[1] / "experiments" / "fit_workload_tables.py"
+    script = Path(__file__).parents[2] / "experiments" / "fit_workload_tables.py"
     spec = importlib.util.spec_from_file_location("fit_workload_tables", script)
     fit = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, fit)  # dataclasses look their module up

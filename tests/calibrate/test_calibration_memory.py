@@ -235,7 +235,7 @@ def alone(*arguments: str) -> dict[str, Any]:
 
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "experiments.cli", *arguments, "--json"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
 
 
 def flags(profile: Path) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 REPORTS: dict[str, str] = {
     "B01": "vLLM #39734: scheduler deadlocks when a request exceeds KV cache capacity but is within max_model_len",
@@ -167,12 +167,9 @@ ANSWERS: dict[str, tuple[str, ...]] = {
 
 @cache
 def functions_of(module: str) -> frozenset[str]:
-    """The test functions that a file of this folder defines, or nothing if there is no such file."""
-    path = TESTS / f"{module}.py"
-    if not path.exists():
-        return frozenset()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    """The test functions that a test file defines, wherever it lies, or nothing if there is no such file."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in TESTS.rglob(f"{module}.py")]
+    return frozenset(node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
 def test_every_row_has_its_tests() -> None:
@@ -188,9 +185,9 @@ def test_every_test_that_is_named_exists(row: str) -> None:
 
 
 def test_every_test_named_after_a_row_is_in_the_table() -> None:
-    """A test called `test_b17_…` in this folder stands in row B17, unless it is about a device (`test_real_…`) or a diagnosis."""
+    """A test called `test_b17_…` stands in row B17, unless it is about a device (`test_real_…`) or a diagnosis."""
     named = {name for names in ANSWERS.values() for name in names}
-    for path in TESTS.glob("test_*.py"):
+    for path in TESTS.rglob("test_*.py"):
         if path.stem.startswith(("test_real_", "test_diagnose_")):
             continue
         for function in functions_of(path.stem):

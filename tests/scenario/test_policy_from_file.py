@@ -19,7 +19,7 @@ from sim.policy_choice import choose_policy
 from sim.scenario_errors import ScenarioError
 from sim.scenario_tables import PolicyTable
 
-DOCUMENT = (Path(__file__).parents[1] / "docs" / "policies.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
 NEEDED = {
     "max-in-flight": {"limit": 8, "displace": True},
     "max-queued-tokens": {"limit": 500},
