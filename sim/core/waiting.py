@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .request import Request, State
 
@@ -51,21 +51,63 @@ class WaitingQueue(Protocol):
         ...
 
 
-class FcfsQueue:
-    """First come, first served; a preempted request goes to the front (vLLM V1)."""
+class _Lanes:
+    """One order in two lanes, those whom the ladder spares and the others. An entry ends with its request, and entries compare by order;
+    how a lane keeps its smallest entry first is its maker's.
+    """
 
     steady = True
 
-    def __init__(self, view: EngineView | None = None) -> None:
+    def __init__(self, view: EngineView | None, important: Any, others: Any, take: Callable[[Any], Any]) -> None:
         self._view = view
-        self._important: deque[tuple[int, Request]] = deque()
-        self._others: deque[tuple[int, Request]] = deque()
-        """Both with the places in the one queue, smallest first."""
-        self._first = self._last = 0
+        self._important, self._others = important, others
+        self._take = take
+        """Removes the first entry of a lane."""
         self._ended = 0
 
     def __len__(self) -> int:
         return len(self._important) + len(self._others) - self._ended
+
+    def started(self, request: Request) -> None:
+        """Nothing depends on it."""
+
+    def head(self, *, important: bool = False) -> Request | None:
+        """The request of the smallest entry; with `important`, of those whom the ladder spares."""
+        if self._ended:
+            self._drop_ended(self._important)
+            self._drop_ended(self._others)
+        first, other = self._important, self._others
+        if not first or (other and other[0] < first[0]):
+            first = self._important if important else other
+        if not first:
+            return None
+        head: Request = first[0][-1]
+        return head
+
+    def pop(self, request: Request) -> None:
+        """Take a request that `head` has just named."""
+        self._take(self._lane(request))
+
+    def discard(self, request: Request) -> None:
+        """The request stays in place until it comes to the head."""
+        self._ended += 1
+
+    def _lane(self, request: Request) -> Any:
+        spared = self._view is not None and self._view.spares(request.spec.priority)
+        return self._important if spared else self._others
+
+    def _drop_ended(self, lane: Any) -> None:
+        while lane and lane[0][-1].state is State.ENDED:
+            self._take(lane)
+            self._ended -= 1
+
+
+class FcfsQueue(_Lanes):
+    """First come, first served; a preempted request goes to the front (vLLM V1)."""
+
+    def __init__(self, view: EngineView | None = None) -> None:
+        super().__init__(view, deque(), deque(), deque.popleft)  # of (place in the one queue, request)
+        self._first = self._last = 0
 
     def add(self, request: Request) -> bool:
         """Queue at the back."""
@@ -78,53 +120,15 @@ class FcfsQueue:
         self._first -= 1
         self._lane(request).appendleft((self._first, request))
 
-    def started(self, request: Request) -> None:
-        """Nothing depends on it."""
 
-    def head(self, *, important: bool = False) -> Request | None:
-        """The oldest arrival, or the request preempted last."""
-        if self._ended:
-            self._drop_ended(self._important)
-            self._drop_ended(self._others)
-        first, other = self._important, self._others
-        if not first or (other and other[0] < first[0]):
-            first = self._important if important else other
-        return first[0][1] if first else None
-
-    def pop(self, request: Request) -> None:
-        """Take a request that `head` has just named."""
-        self._lane(request).popleft()
-
-    def _lane(self, request: Request) -> deque[tuple[int, Request]]:
-        spared = self._view is not None and self._view.spares(request.spec.priority)
-        return self._important if spared else self._others
-
-    def _drop_ended(self, lane: deque[tuple[int, Request]]) -> None:
-        while lane and lane[0][1].state is State.ENDED:
-            lane.popleft()
-            self._ended -= 1
-
-    def discard(self, request: Request) -> None:
-        """The request stays in place until it comes to the head."""
-        self._ended += 1
-
-
-class KeyedQueue:
+class KeyedQueue(_Lanes):
     """Smallest key first, ties by arrival; preempted requests take the place their key gives them. The key of a request is
     computed when it is queued and must not depend on when that is.
     """
 
-    steady = True
-
     def __init__(self, key: Callable[[Request], float], view: EngineView | None = None) -> None:
+        super().__init__(view, [], [], heappop)  # of (key, arrival, number, request)
         self._key = key
-        self._view = view
-        self._important: list[tuple[float, int, int, Request]] = []
-        self._others: list[tuple[float, int, int, Request]] = []
-        self._ended = 0
-
-    def __len__(self) -> int:
-        return len(self._important) + len(self._others) - self._ended
 
     def add(self, request: Request) -> bool:
         """Queue by key."""
@@ -134,36 +138,6 @@ class KeyedQueue:
     def put_back(self, request: Request) -> None:
         """Queue by key."""
         heappush(self._lane(request), (self._key(request), request.arrival_fs, request.seq, request))
-
-    def started(self, request: Request) -> None:
-        """Nothing depends on it."""
-
-    def head(self, *, important: bool = False) -> Request | None:
-        """The request with the smallest key, the oldest of them."""
-        if self._ended:
-            self._drop_ended(self._important)
-            self._drop_ended(self._others)
-        first, other = self._important, self._others
-        if not first or (other and other[0] < first[0]):
-            first = self._important if important else other
-        return first[0][3] if first else None
-
-    def pop(self, request: Request) -> None:
-        """Take a request that `head` has just named."""
-        heappop(self._lane(request))
-
-    def _lane(self, request: Request) -> list[tuple[float, int, int, Request]]:
-        spared = self._view is not None and self._view.spares(request.spec.priority)
-        return self._important if spared else self._others
-
-    def _drop_ended(self, lane: list[tuple[float, int, int, Request]]) -> None:
-        while lane and lane[0][3].state is State.ENDED:
-            heappop(lane)
-            self._ended -= 1
-
-    def discard(self, request: Request) -> None:
-        """The request stays in place until it comes to the head."""
-        self._ended += 1
 
 
 def priority_queue(view: EngineView | None = None) -> KeyedQueue:
