@@ -24,6 +24,7 @@ from sim.core.config import ConfigError
 from sim.results.files import write_json
 
 from .acceptance.stages import STAGES, Stage
+from .bad_input import exit_status
 from .calibrate_measure import seconds
 from .outputs import make_room
 from .terminal import say
@@ -131,7 +132,13 @@ def _write(out: Path, results: dict[str, dict[str, Any]], device: str, budget_s:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    """What a stage has left; None if it left nothing. Raises ConfigError for a file that is no JSON."""
+    if not file.is_file():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not what a stage writes: {error}") from None
     return found
 
 
@@ -161,21 +168,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     command = f"python -m experiments.gpu_acceptance --device {chosen.device} --budget {chosen.budget}"
     command += "".join(f" --only {name}" for name in chosen.only) + (" --small" if chosen.small else "")
-    try:
+
+    def work() -> int:
         if chosen.device == "cpu" and not chosen.small:
             raise ConfigError("--device is cpu, which has nothing to accept; add --small to try the run itself")
         _find(chosen.device)
         budget_s = seconds(chosen.budget)
         make_room(chosen.out)
         met = accept(chosen.device, chosen.out, budget_s, only=chosen.only, small=chosen.small, command=command)
-    except (ConfigError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{parser.prog}: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    say(f"{'all bars are met' if met else 'not all bars are met'}; wrote {chosen.out / 'acceptance.json'}")
-    return 0 if met else 1
+        say(f"{'all bars are met' if met else 'not all bars are met'}; wrote {chosen.out / 'acceptance.json'}")
+        return 0 if met else 1
+
+    return exit_status(parser.prog, work)
 
 
 def _find(device: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,26 +57,19 @@ def trajectories(run: RecordedRun, twin: SimulatedRun, margin: float, preempted_
 def _compared(name: str, measured: Array, simulated: Array, margin: float, preempted_margin: float) -> Trajectory:
     scale = float(np.mean(measured))
     distance = float(np.mean(np.abs(simulated - measured)) / scale) if scale else float("inf")
-    if name != "preempted":
-        return Trajectory(
-            name=name,
-            distance=distance,
-            measured_mean=scale,
-            predicted_mean=float(np.mean(simulated)),
-            margin=margin,
-            verdict=EQUIVALENT if distance <= margin else DIFFERENT,
-        )
-    low, high = mean_ratio(measured, simulated)
-    return Trajectory(
+    path = Trajectory(
         name=name,
         distance=distance,
         measured_mean=scale,
         predicted_mean=float(np.mean(simulated)),
-        margin=preempted_margin,
-        verdict=ratio_verdict(low, high, preempted_margin),
-        ratio_low=low,
-        ratio_high=high,
+        margin=margin,
+        verdict=EQUIVALENT if distance <= margin else DIFFERENT,
     )
+    if name != "preempted":
+        return path
+    low, high = mean_ratio(measured, simulated)
+    verdict = ratio_verdict(low, high, preempted_margin)
+    return replace(path, margin=preempted_margin, verdict=verdict, ratio_low=low, ratio_high=high)
 
 
 def mean_ratio(measured: Array, simulated: Array) -> tuple[float, float]:

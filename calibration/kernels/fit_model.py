@@ -81,9 +81,8 @@ def fit_model_profile(
     if source.tensor_parallel_size > 1:
         terms["all_reduce"] = _stated_all_reduce(model.hidden_size, layers, source.tensor_parallel_size)
     known = uncertainty(error)
-    short = {"meta-llama/Llama-3.1-8B": "llama-3.1-8b", "Qwen/Qwen3-32B": "qwen3-32b"}.get(model.name, model.name)
     return document(
-        name=f"{device.name}.{short}.tp{source.tensor_parallel_size}",
+        name=f"{device.name}.{model.name}.tp{source.tensor_parallel_size}",
         kind="model",
         gpu=device.name,
         model=model.name,

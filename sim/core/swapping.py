@@ -77,7 +77,7 @@ class Swapping:
         """Let swapped requests run again, with blocks for so many more tokens each; False, and nothing changed, if too few are free."""
         scheduler = self._scheduler
         pool = scheduler.pool
-        new = pool.allocate(self._need(group, tokens)) if self._need(group, tokens) <= pool.num_free else None
+        new = pool.allocate(self._need(group, tokens))
         if new is None:
             return False
         left, back = iter(new), dict[int, int]()
