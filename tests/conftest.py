@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gpu.interpreter import Interpreter
     from tests.support.engine_driver import EngineDriver
+    from tests.support.interpreter import Interpreter
 
 # Before anything imports them: a failed assert of a helper shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.support")
@@ -60,7 +60,7 @@ def drive() -> type[EngineDriver]:
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
     """A process in which kernels are interpreted."""
-    from gpu.interpreter import Interpreter
+    from tests.support.interpreter import Interpreter
 
     with Interpreter() as process:
         yield process
