@@ -209,7 +209,7 @@ def flags_of_the_commands() -> dict[str, set[str]]:
     """Every long option, by command."""
     from typer.main import get_command
 
-    from experiments.commands import app
+    from experiments.cli import app
 
     def flags_of(command) -> set[str]:
         own = {
