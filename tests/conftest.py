@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from tests.support.engine_driver import EngineDriver
     from tests.support.interpreter import Interpreter
+    from tests.support.refusals import Refusals
 
 # Before anything imports them: a failed assert of a helper shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.support")
@@ -55,6 +56,14 @@ def drive() -> type[EngineDriver]:
     from tests.support.engine_driver import EngineDriver
 
     return EngineDriver
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refusals:
+    """Runs a command that must be refused with exit code 2 and one message: `message = refused(arguments, *words)`."""
+    from tests.support.refusals import Refusals
+
+    return Refusals(capsys)
 
 
 @pytest.fixture(scope="module")

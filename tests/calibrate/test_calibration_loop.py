@@ -31,6 +31,7 @@ from sim.costs.fitted import FOLDER, fitted_cost
 from sim.costs.profile import FittedProfile
 from sim.world.executors import ModelExecutor
 from tests.support.pages import loads_nothing
+from tests.support.refusals import Refused
 
 pytest.importorskip("torch", reason="a real run needs torch")
 
@@ -263,13 +264,13 @@ def test_the_loop_closes_on_a_gpu(cuda_device: str, tmp_path: Path) -> None:
     assert main(["--device", cuda_device, "--budget", "120s", "--out", str(tmp_path / "loop")]) == 0
 
 
-def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, refused: Refused) -> None:
     taken = tmp_path / "taken"
     taken.write_text("notes")
-    assert main(["--out", str(taken)]) == 2
-    assert f"{taken}: is a file; a folder is needed" in capsys.readouterr().err
-    assert main(["--rounds", "0", "--out", str(tmp_path / "loop")]) == 2
-    assert "--rounds is 0; at least one real run is needed" in capsys.readouterr().err
+    refused(["--out", taken], f"{taken}: is a file; a folder is needed", by=main)
+    refused(
+        ["--rounds", "0", "--out", str(tmp_path / "loop")], "--rounds is 0; at least one real run is needed", by=main
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,13 +283,9 @@ def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, capsys: p
         (["--budget", "5s", "--rounds", "2"], "takes turns with 2 real runs, for which at least 6s are needed"),
     ],
 )
-def test_bad_input_is_one_message(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--out", str(tmp_path / "loop")]) == 2
-    said = capsys.readouterr().err
+def test_bad_input_is_one_message(arguments: list[str], words: str, tmp_path: Path, refused: Refused) -> None:
+    said = refused([*arguments, "--out", tmp_path / "loop"], words, by=main)
     assert said.startswith("python -m experiments.calibration_loop: ")
-    assert words in said
 
 
 # ── the result of a load generator ───────────────────────────────────────────────────────────────────────────────────

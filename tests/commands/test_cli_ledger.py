@@ -69,9 +69,8 @@ def test_a_release_that_is_newer_than_what_is_known_is_said(capsys):
     assert "newer than" not in ledger(capsys, "--engine-version", "0.29.1")
 
 
-def test_a_target_longer_than_the_model_s_context_is_refused(capsys):
-    assert main(["ledger", *NAMED, "--fit", "2 requests x 1000000 tokens"]) == 2
-    assert "llama-3.1-8b takes at most 131,072 tokens" in capsys.readouterr().err
+def test_a_target_longer_than_the_model_s_context_is_refused(refused):
+    refused(["ledger", *NAMED, "--fit", "2 requests x 1000000 tokens"], "llama-3.1-8b takes at most 131,072 tokens")
 
 
 @pytest.mark.parametrize("flag", ["--max-num-seqs=64", "--max-num-batched-tokens=1024", "--max-model-len=2048"])

@@ -10,6 +10,7 @@ import pytest
 from experiments.why_paged import holdings_of, main, page, rows_of, small_busy_card, spans_of
 from sim import Result, simulate
 from tests.support.pages import loads_nothing
+from tests.support.refusals import Refused
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +63,10 @@ def test_the_page_has_a_picture_of_each_way_and_loads_nothing(result: Result) ->
         ("not toml", "not valid TOML"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_message_and_exit_code_2(text: str, said: str, tmp_path: Path, refused: Refused) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text(text)
-    assert main([str(file)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and said in captured.err and captured.err.count("\n") == 1
+    refused([file], said, by=main)
 
 
 def test_the_script_prints_the_table_and_writes_the_page(
