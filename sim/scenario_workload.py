@@ -45,7 +45,9 @@ class WorkloadTable(Table):
         description="probability that a beam is replaced by a copy of another one at a token; default 0.1, an assumption",
     )
     arrival: str | None = file_only(
-        None, min_length=1, description="arrival process: poisson, on-off, deterministic or batch; burstiness makes gamma ones"
+        None,
+        min_length=1,
+        description="arrival process: poisson, on-off, deterministic or batch; burstiness makes gamma ones",
     )
     priorities: Priorities | None = file_only(
         None, description="share of requests by priority (smaller is more important), for example {0 = 0.2, 1 = 0.8}"
