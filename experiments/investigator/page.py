@@ -108,24 +108,31 @@ def _over_load(curve: Curve, case: Case) -> str:
 
 
 def _allocator(name: str, runs: AllocatorRuns) -> str:
-    """Reserved, allocated and largest free block over time, on the same axes, under the recorded settings and under each other."""
+    """Reserved and allocated memory on one axis, and the largest free block, under the recorded settings and under each other."""
     all_runs: list[tuple[str, SnapshotReplay]] = [("recorded", runs.recorded), *runs.others]
-    columns = {"Reserved": "reserved_bytes", "Allocated": "allocated_bytes", "Largest free block": "largest_free_bytes"}
-    drawn = {title: [_history(conf, run, column) for conf, run in all_runs] for title, column in columns.items()}
-    every = [one for series in drawn.values() for one in series]
-    axes = (span(one.x for one in every), (0.0, span(one.y for one in every)[1]))
-    plots = [
-        plot(title, series, x_label="s", y_label="GiB", x_range=axes[0], y_range=axes[1])
-        for title, series in drawn.items()
-    ]
+    tables = {conf: run.replay.columns() for conf, run in all_runs}
+    ends = span(table["time_s"] for table in tables.values())
+    timed = ends[1] > ends[0]  # a history may have no clock: then its events are counted
+
+    def history(column: str) -> list[Series]:
+        return [
+            Series(
+                name=conf,
+                x=table["time_s"] if timed else range(len(table["time_s"])),
+                y=[value / GIB for value in table[column]],
+                steps=True,
+            )
+            for conf, table in tables.items()
+        ]
+
+    held = {"Reserved": history("reserved_bytes"), "Allocated": history("allocated_bytes")}
+    most = (0.0, span(one.y for series in held.values() for one in series)[1])
+    x_label = "s" if timed else "event"
+    plots = [plot(title, series, x_label=x_label, y_label="GiB", y_range=most) for title, series in held.items()]
+    plots.append(plot("Largest free block", history("largest_free_bytes"), x_label=x_label, y_label="GiB"))
     notes = _small([*runs.sentences, *runs.recorded.notes])
     return card(f"{name}: the allocator under other settings", notes, panels(plots))
 
 
 def _small(sentences: Sequence[str]) -> str:
     return "".join(f'<p class="soft small">{escape(sentence)}</p>' for sentence in sentences)
-
-
-def _history(conf: str, run: SnapshotReplay, column: str) -> Series:
-    table = run.replay.columns()
-    return Series(name=conf, x=table["time_s"], y=[value / GIB for value in table[column]], steps=True)

@@ -18,7 +18,7 @@ from experiments import build_profiles, interval_coverage, validate_profiles
 from experiments.cli import main
 from experiments.interval_coverage import noisy_run
 from sim.catalog.models import model_shape
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 MODEL = "tiny-llama-test"
 Edit = Callable[[Any], object]
@@ -73,7 +73,7 @@ def without(*path: str) -> Edit:
     ],
 )
 def test_a_run_that_lacks_something_is_refused(
-    steps: Path, tmp_path: Path, change: Edit, words: list[str], refused: Refused
+    steps: Path, tmp_path: Path, change: Edit, words: list[str], refused: Refusals
 ) -> None:
     shutil.copytree(steps, tmp_path / "run")
     edited(tmp_path / "run" / "run.json", change)
@@ -97,14 +97,14 @@ def test_a_run_that_lacks_something_is_refused(
     ],
 )  # fmt: skip
 def test_steps_that_cannot_be_used_are_refused(
-    steps: Path, tmp_path: Path, change: Callable[[Path], object], words: list[str], refused: Refused
+    steps: Path, tmp_path: Path, change: Callable[[Path], object], words: list[str], refused: Refusals
 ) -> None:
     shutil.copytree(steps, tmp_path / "run")
     change(tmp_path / "run" / "steps.csv")
     refused(["calibrate", "fit", tmp_path / "run", "--out", tmp_path / "p.json"], *words)
 
 
-def test_timed_steps_are_not_judged_and_the_message_says_what_reads_them(steps: Path, refused: Refused) -> None:
+def test_timed_steps_are_not_judged_and_the_message_says_what_reads_them(steps: Path, refused: Refusals) -> None:
     judge = ["calibrate", "judge", "--run", str(steps), "--model", MODEL, "--gpu", "cpu", "--profile", "auto"]
     refused(judge, "timed steps, not a served run", "kvtwin calibrate fit")
 
@@ -131,7 +131,7 @@ def profile(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_profile_that_lacks_something_is_refused(
-    profile: Path, tmp_path: Path, change: Edit, words: list[str], refused: Refused
+    profile: Path, tmp_path: Path, change: Edit, words: list[str], refused: Refusals
 ) -> None:
     path = tmp_path / "p.json"
     shutil.copy(profile, path)
@@ -190,14 +190,14 @@ def changed(**values: object) -> str:
 )
 @pytest.mark.parametrize("command", ["judge", "fit"])
 def test_a_served_run_that_lacks_something_is_refused(
-    command: str, meta: str, rows: str | None, words: list[str], tmp_path: Path, refused: Refused
+    command: str, meta: str, rows: str | None, words: list[str], tmp_path: Path, refused: Refusals
 ) -> None:
     run = str(served(tmp_path / "run", meta, rows))
     what = ["judge", "--run", run] if command == "judge" else ["fit", run, "--out", str(tmp_path / "p.json")]
     refused(["calibrate", *what, *SERVED], *words)
 
 
-def test_a_time_line_without_its_clock_is_refused(tmp_path: Path, refused: Refused) -> None:
+def test_a_time_line_without_its_clock_is_refused(tmp_path: Path, refused: Refusals) -> None:
     run = served(tmp_path / "run")
     (run / "timeseries.csv").write_text("t,running,waiting,kv_cache_pct\n" + "".join(f"{i},1,0,5\n" for i in range(5)))
     refused(["calibrate", "judge", "--run", run, *SERVED], "started_at is None", "timeseries.csv")
@@ -223,7 +223,7 @@ BENCH: dict[str, Any] = {
     ],
 )
 def test_a_bench_file_that_cannot_be_used_is_refused(
-    change: dict[str, object], words: list[str], tmp_path: Path, refused: Refused
+    change: dict[str, object], words: list[str], tmp_path: Path, refused: Refusals
 ) -> None:
     path = tmp_path / "b.json"
     path.write_text(json.dumps({**BENCH, **change}))
@@ -242,7 +242,7 @@ def test_what_a_failed_request_got_is_not_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".json", ".csv"])
 @pytest.mark.parametrize("command", ["judge", "fit"])
-def test_bytes_that_are_no_text_are_refused(suffix: str, command: str, tmp_path: Path, refused: Refused) -> None:
+def test_bytes_that_are_no_text_are_refused(suffix: str, command: str, tmp_path: Path, refused: Refusals) -> None:
     path = tmp_path / f"b{suffix}"
     path.write_bytes(b"\xff\xfe\x00\x01")
     what = (
@@ -275,7 +275,7 @@ def test_the_making_of_what_is_measured_is_estimated_and_must_leave_time_for_ste
 
 
 def test_a_budget_that_making_would_eat_up_is_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusals
 ) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
     monkeypatch.setattr("calibration.measuring.measure.drawing_rate", lambda device: 1e5)
@@ -302,7 +302,7 @@ def test_making_counts_as_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_first_pass_that_is_not_whole_is_said_with_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusals
 ) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
     monkeypatch.setattr("calibration.measuring.session.MOST_OVERRUN", 0.3)

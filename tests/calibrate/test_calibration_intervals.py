@@ -22,7 +22,7 @@ from sim.core.config import ConfigError
 from sim.costs.fitted import FOLDER, fitted_cost
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 DECODE = BatchShape(decode_seqs=8, decode_context_tokens=8000, decode_max_context_tokens=1000, sampled_seqs=8)
 LLAMA = "llama-3.1-8b"
@@ -196,7 +196,7 @@ def test_draws_that_span_no_interval_are_refused_before_anything_runs(
     words: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    refused: Refused,
+    refused: Refusals,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused(arguments, *words)

@@ -31,7 +31,7 @@ from sim.costs.fitted import FOLDER, fitted_cost
 from sim.costs.profile import FittedProfile
 from sim.world.executors import ModelExecutor
 from tests.support.pages import loads_nothing
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 pytest.importorskip("torch", reason="a real run needs torch")
 
@@ -264,7 +264,7 @@ def test_the_loop_closes_on_a_gpu(cuda_device: str, tmp_path: Path) -> None:
     assert main(["--device", cuda_device, "--budget", "120s", "--out", str(tmp_path / "loop")]) == 0
 
 
-def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, refused: Refused) -> None:
+def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, refused: Refusals) -> None:
     taken = tmp_path / "taken"
     taken.write_text("notes")
     refused(["--out", taken], f"{taken}: is a file; a folder is needed", by=main)
@@ -283,7 +283,7 @@ def test_a_loop_without_a_run_or_a_folder_is_bad_input(tmp_path: Path, refused: 
         (["--budget", "5s", "--rounds", "2"], "takes turns with 2 real runs, for which at least 6s are needed"),
     ],
 )
-def test_bad_input_is_one_message(arguments: list[str], words: str, tmp_path: Path, refused: Refused) -> None:
+def test_bad_input_is_one_message(arguments: list[str], words: str, tmp_path: Path, refused: Refusals) -> None:
     said = refused([*arguments, "--out", tmp_path / "loop"], words, by=main)
     assert said.startswith("python -m experiments.calibration_loop: ")
 

@@ -17,7 +17,7 @@ from experiments.calibrate_measure import seconds
 from experiments.cli import main
 from sim.catalog.models import model_shape
 from tests.support.pages import loads_nothing
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 pytest.importorskip("torch", reason="measuring needs torch")
 
@@ -194,7 +194,7 @@ def test_bad_input_is_one_message(
     words: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    refused: Refused,
+    refused: Refusals,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused(["calibrate", *arguments], *words).startswith(f"kvtwin calibrate {arguments[0]}: ")
@@ -248,7 +248,7 @@ def test_the_workspace_of_a_step_is_predicted(measured: tuple[Path, StepRun]) ->
     assert np.quantile(error, 0.9) < 0.10
 
 
-def test_the_cpu_without_a_profile_is_not_priced(refused: Refused) -> None:
+def test_the_cpu_without_a_profile_is_not_priced(refused: Refusals) -> None:
     flags = ["run", "--gpu", "cpu", "--workload", "uniform", "--num-requests", "3"]
     refused([*flags, "--model", "tiny-llama-test"], "whose data sheet prices no step")
     refused(

@@ -35,7 +35,7 @@ from experiments.published.silicon import errors
 from sim.costs.fitted import FOLDER, profile_names
 from sim.costs.profile_file import read_profile
 from tests.support.pages import loads_nothing
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 
 def judged(data_dir: Path, case: Case) -> Judgement:
@@ -219,7 +219,7 @@ def test_bad_input_is_one_message(
     words: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    refused: Refused,
+    refused: Refusals,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused(arguments, *words).startswith(f"kvtwin calibrate {arguments[1]}: ")

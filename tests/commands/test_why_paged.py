@@ -10,7 +10,7 @@ import pytest
 from experiments.why_paged import holdings_of, main, page, rows_of, small_busy_card, spans_of
 from sim import Result, simulate
 from tests.support.pages import loads_nothing
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_the_page_has_a_picture_of_each_way_and_loads_nothing(result: Result) ->
         ("not toml", "not valid TOML"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(text: str, said: str, tmp_path: Path, refused: Refused) -> None:
+def test_bad_input_is_one_message_and_exit_code_2(text: str, said: str, tmp_path: Path, refused: Refusals) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text(text)
     refused([file], said, by=main)

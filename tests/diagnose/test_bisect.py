@@ -15,7 +15,7 @@ from experiments.bisect_search import smallest_number, smallest_part
 from experiments.cli import main
 from experiments.scenario_text import scenario_text
 from sim import Scenario, simulate
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 # -- the search, without an engine ---------------------------------------------------------------------------------------
 
@@ -199,14 +199,14 @@ def test_a_scenario_made_for_another_load_lends_its_engine_only(
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
-    arguments: tuple[str, ...], said: str, tmp_path: Path, refused: Refused
+    arguments: tuple[str, ...], said: str, tmp_path: Path, refused: Refusals
 ) -> None:
     (tmp_path / "STATE").write_text("[]")
     given_ = [str(tmp_path / word) if word == "STATE" else word for word in arguments]
     refused(["bisect", small_load(tmp_path), *FLAGS, *given_], said)
 
 
-def test_the_state_of_another_load_is_refused(tmp_path: Path, refused: Refused) -> None:
+def test_the_state_of_another_load_is_refused(tmp_path: Path, refused: Refusals) -> None:
     trace, state = small_load(tmp_path), tmp_path / "state.json"
     assert main(["bisect", str(trace), *FLAGS, "--state", str(state)]) == 1
     trace.write_text(trace.read_text().replace("b,0.1,100", "b,0.1,101"))

@@ -14,7 +14,7 @@ from experiments.investigator import Cause, Phase, diagnose
 from experiments.investigator.allocator_runs import allocator_runs
 from sim.memory.allocators import CachingAllocator, CachingSettings, DeviceMemory, parse_alloc_conf, read_snapshot
 from tests.support.pages import loads_nothing
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 MIB = 1 << 20
 BIG = 11_643_387_904
@@ -115,11 +115,11 @@ def test_settings_of_one_s_own_are_replayed_and_drawn(tmp_path: Path, capsys: py
     ("conf", "said"),
     [("max_split_size_mb:5", "max_split_size_mb"), ("expandable:True", "expandable"), ("", "--what-if ''")],
 )
-def test_a_setting_that_pytorch_refuses_is_refused(conf: str, said: str, tmp_path: Path, refused: Refused) -> None:
+def test_a_setting_that_pytorch_refuses_is_refused(conf: str, said: str, tmp_path: Path, refused: Refusals) -> None:
     refused(["diagnose", saved(tmp_path, split_segment()), "--what-if", conf], said)
 
 
-def test_a_what_if_without_a_snapshot_or_without_its_history_is_an_error(tmp_path: Path, refused: Refused) -> None:
+def test_a_what_if_without_a_snapshot_or_without_its_history_is_an_error(tmp_path: Path, refused: Refusals) -> None:
     text = tmp_path / "oom.txt"
     text.write_text("CUDA out of memory. Tried to allocate 2.00 GiB.")
     refused(["diagnose", text, "--what-if", "expandable_segments:True"], "no snapshot is among the files")
@@ -165,14 +165,14 @@ class _RunsCode:
         return os.system, (f"touch '{self.target}'",)
 
 
-def test_a_snapshot_that_would_run_code_is_refused_by_name_and_does_not_run(tmp_path: Path, refused: Refused) -> None:
+def test_a_snapshot_that_would_run_code_is_refused_by_name_and_does_not_run(tmp_path: Path, refused: Refusals) -> None:
     evil, target = tmp_path / "evil.pickle", tmp_path / "it ran"
     evil.write_bytes(pickle.dumps({"segments": [_RunsCode(target)], "device_traces": []}))
     assert refused(["diagnose", evil]).startswith(f"kvtwin diagnose: {evil}: the file asks to load")
     assert not target.exists()
 
 
-def test_a_snapshot_that_is_cut_off_is_named(tmp_path: Path, refused: Refused) -> None:
+def test_a_snapshot_that_is_cut_off_is_named(tmp_path: Path, refused: Refusals) -> None:
     path = saved(tmp_path, split_segment())
     path.write_bytes(path.read_bytes()[:200])
     refused(["diagnose", path], f"{path}: the file is no complete pickle")

@@ -16,7 +16,7 @@ from sim import Scenario, simulate
 from sim.costs.constant import FixedCost
 from sim.scenario import ScenarioError
 from sim.world.executors import ModelExecutor
-from tests.support.refusals import Refused
+from tests.support.refusals import Refusals
 
 LOAD = {
     "workload": "uniform",
@@ -189,7 +189,7 @@ def test_its_regression_scenario_fails_and_does_not_with_the_fix(
     assert "# It fails. The fix: " in target.read_text()
 
 
-def test_what_no_run_can_show_is_refused_and_nothing_is_written(refused: Refused, tmp_path: Path) -> None:
+def test_what_no_run_can_show_is_refused_and_nothing_is_written(refused: Refusals, tmp_path: Path) -> None:
     log, target = tmp_path / "kernel.log", tmp_path / "regression.toml"
     log.write_text(
         "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 180224, Hardware limit: 101376"
@@ -278,7 +278,7 @@ def test_weights_that_fit_nowhere_on_one_gpu_are_named_and_fixed_by_more_of_them
 
 
 def test_a_regression_scenario_needs_the_model(
-    left_behind: dict[str, list[str]], refused: Refused, tmp_path: Path
+    left_behind: dict[str, list[str]], refused: Refusals, tmp_path: Path
 ) -> None:
     message = tmp_path / "oom.txt"
     message.write_text(
@@ -318,7 +318,7 @@ def test_a_double_release_is_caught_by_the_pool_and_named_by_the_diagnosis(
     assert not fails(Scenario.load(tmp_path / "regression.fixed.toml"))
 
 
-def test_weights_that_do_not_fit_are_refused_before_anything_runs(refused: Refused) -> None:
+def test_weights_that_do_not_fit_are_refused_before_anything_runs(refused: Refusals) -> None:
     flags = ("--model", "llama-3.1-70b", "--gpu", "h100-sxm-80gb", "--workload", "azure-conv")
     refused(["run", *flags], "no memory is left for KV blocks")
 

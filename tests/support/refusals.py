@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-Refused = Callable[..., str]
-"""`refused(arguments, *words, by=main)`: the fixture of that name."""
-
 
 class Refusals:
-    """Runs commands that must be refused, and reads what they say."""
+    """Runs commands that must be refused, and reads what they say: the fixture `refused`."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
