@@ -45,13 +45,14 @@ def page_text(cells: Sequence[Cell], facts: Mapping[str, Any]) -> str:
         else f"All {len(cells)} cells agree: equal decisions, equal tokens, no leak, no fallback"
     )
     rows = [(name, *(_field(by_place.get((name, preset))) for preset in presets)) for name in scenarios]
+    origin = [(key.replace("_", " "), value) for key, value in facts.items() if value is not None]
     problems = [f"{cell.scenario} under {cell.preset}: {cell.error or ''}" for cell in bad]
     return html_page(
         "kvtwin validate",
         verdict("bad" if bad else "good", ("kvtwin validate",), headline, _WHAT_A_CELL_DOES)
         + card("What differs", bullets(problems))
         + card("Every cell", html_table(("", *presets), rows, words=range(len(presets) + 1)), note=_SMALL_FIGURES)
-        + card("Where this comes from", html_table(("", ""), list(facts.items()), words=range(2))),
+        + card("Where this comes from", html_table(("", ""), origin, words=range(2))),
     )
 
 
