@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from sim.results.page_parts import bullets, card, html_page, html_table, panels, verdict
+from sim.results.svg_plot import Series, plot, span
 
 from .measuring.step_log import is_step_run, read_run
-from .plots import Series, dots, page_frame, table
 from .timed_steps.fit_page import fit_page
 
 
 def page(profile: Mapping[str, Any]) -> str:
     """The page of a profile document as a fit returns it: with its residuals."""
     name = str(profile["name"])
-    origin = "".join(
-        f'<tr><td>{escape(key)}</td><td class="text">{escape(str(value))}</td></tr>'
-        for key, value in profile["provenance"].items()
+    limits = [(key, f"{value:,}") for key, value in profile["range"].items()]
+    return html_page(
+        name,
+        verdict("plain", ("kvtwin calibrate fit",), name)
+        + card(
+            "Where it comes from", html_table(("", ""), list(profile["provenance"].items()), words=range(2), wrap=(1,))
+        )
+        + card("Errors", _errors(profile["error"]), note=str(profile["error"]["end_to_end"]))
+        + card("Intervals", _intervals(profile["intervals"]))
+        + card("What the data cannot tell", bullets(profile["identifiability"]))
+        + card("Range", html_table(("", ""), limits), note="A run that leaves it says so.")
+        + card("Residuals of held-out points", panels(_residuals(profile.get("residuals", {})))),
     )
-    limits = "".join(f"<tr><td>{escape(key)}</td><td>{value:,}</td></tr>" for key, value in profile["range"].items())
-    notes = "".join(f"<li>{escape(text)}</li>" for text in profile["identifiability"])
-    plots = "".join(_residuals(term, part) for term, part in profile.get("residuals", {}).items())
-    body = f"""<table>{origin}</table>
-<h2>Errors</h2>{_errors(profile["error"])}<p>{escape(str(profile["error"]["end_to_end"]))}</p>
-<h2>Intervals</h2>{_intervals(profile["intervals"])}
-<h2>What the data cannot tell</h2><ul>{notes}</ul>
-<h2>Range</h2><table>{limits}</table><p>A run that leaves it says so.</p>
-<h2>Residuals of held-out points</h2><div class="row">{plots}</div>
-"""
-    return page_frame(name, body)
 
 
 def page_of(source: Path, profile: Mapping[str, Any]) -> str:
@@ -40,30 +37,38 @@ def page_of(source: Path, profile: Mapping[str, Any]) -> str:
 
 
 def _errors(errors: Mapping[str, Any]) -> str:
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    others = []
     for key, value in errors.items():
         if isinstance(value, Mapping) and value.get("median") is not None:
             points = f"{value['points']:,}" if "points" in value else ""
             bias = f"{value['bias']:+.1%}" if "bias" in value else ""
-            rows.append(
-                f"<tr><td>{escape(key)}</td><td>{points}</td><td>{value['median']:.1%}</td><td>{value['p95']:.1%}</td><td>{bias}</td></tr>"
-            )
+            rows.append((key, points, f"{value['median']:.1%}", f"{value['p95']:.1%}", bias))
         elif isinstance(value, Mapping) and key in ("kernels_only", "corrected"):
             figures = ", ".join(f"{name} {off:+.1%}" for name, off in value.items())
-            rows.append(f'<tr><td>{escape(key.replace("_", " "))}</td><td colspan="4">{figures}</td></tr>')
-    return table(("term", "points", "median", "95th percentile", "bias"), rows)
+            others.append(f"{key.replace('_', ' ')}: {figures}")
+    return html_table(("term", "points", "median", "95th percentile", "bias"), rows) + bullets(others)
 
 
 def _intervals(intervals: Mapping[str, Any]) -> str:
-    rows = [
-        f"<tr><td>{escape(term)}</td><td>{low:+.1%}</td><td>{high:+.1%}</td></tr>"
-        for term, (low, high) in intervals.items()
+    rows = [(term, f"{low:+.1%}", f"{high:+.1%}") for term, (low, high) in intervals.items()]
+    return (
+        html_table(("term, as a whole", "2.5 %", "97.5 %"), rows) if rows else "<p>None: the source does not tell.</p>"
+    )
+
+
+def _residuals(residuals: Mapping[str, Any]) -> list[str]:
+    """The error of each term over its measured time, all on one axis of errors."""
+    off = {term: [100 * value for value in part["off"]] for term, part in residuals.items()}
+    ends = span(off.values())
+    return [
+        plot(
+            term,
+            [Series(x=part["measured_us"], y=off[term], dots=True)],
+            x_label="measured, us (log)",
+            y_label="error, %",
+            y_range=ends,
+            log_x=True,
+        )
+        for term, part in residuals.items()
     ]
-    return table(("term, as a whole", "2.5 %", "97.5 %"), rows) if rows else "<p>None: the source does not tell.</p>"
-
-
-def _residuals(term: str, part: Mapping[str, Any]) -> str:
-    time, off = np.asarray(part["measured_us"], dtype=float), np.asarray(part["off"], dtype=float)
-    order = np.argsort(time, kind="stable")
-    caption = f"{term}: error in % over the measured time, us (log)"
-    return dots(caption, [Series(time[order], 100 * off[order])], log_x=True, middle=0.0)

@@ -15,10 +15,13 @@ import typer
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.facts import ProgressError
 
+from . import commands, commands_device, commands_failures
 from .bad_input import input_errors, of_file
-from .commands import app
+from .command_app import app
 from .terminal import complain
 
+COMMANDS = (commands, commands_device, commands_failures)
+"""The modules that say what may be typed: importing them gives `app` its commands."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 

@@ -174,13 +174,15 @@ def _changes(found: Sequence[Suggestion]) -> list[dict[str, Any]]:
 
 def page(account: Ledger) -> str:
     """The account as one self-contained HTML file: the waterfall of the report, on a page of its own."""
-    from html import escape
-
+    from sim.results.page_parts import html_page, verdict
+    from sim.results.report_format import count, gib
     from sim.results.report_tables import waterfall_html
-    from sim.results.report_template import STYLE
 
-    title = escape(f"Memory account: {account.model} on {account.gpu}, {account.engine} {account.engine_version}")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
-        f"<body><main><h1>{title}</h1>{waterfall_html(account)}</main></body></html>\n"
+    what = f"{account.model} on {account.gpu}, {account.engine} {account.engine_version}"
+    pool = (
+        f"{count(account.num_gpu_blocks)} KV blocks of {gib(account.block_bytes)}: {count(account.kv_tokens)} tokens, "
+        f"{account.max_concurrency:.1f} requests of {count(account.max_model_len)} tokens at once"
+    )
+    return html_page(
+        f"Memory account: {what}", verdict("plain", ("kvtwin ledger", what), pool) + waterfall_html(account)
     )

@@ -43,8 +43,6 @@ class Served:
     """Share of requests that lost their blocks at least once."""
     important_served: float
     """Share of the important requests that met the objectives."""
-    important_failed: int
-    """Important requests that were rejected, failed or timed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +110,6 @@ def run(workload: str, policy: str, rate: float, requests: int, replication: int
         rejected=summary["rejected"] / len(rows),
         preempted=sum(count > 0 for count in columns["preemptions"]) / len(rows),
         important_served=sum(map(good, important)) / max(len(important), 1),
-        important_failed=len(failed),
     )
     return Run(
         served=came_to,

@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from html import escape
+from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from .svg_plot import Series, line_plot
 
 if TYPE_CHECKING:
     from sim.memory.allocators import Holding, KvSpan
@@ -106,47 +104,48 @@ def rows_of(holdings: Sequence[Holding]) -> list[dict[str, Any]]:
 
 def page(holdings: Sequence[Holding], title: str) -> str:
     """The comparison as one page that loads nothing."""
-    from sim.results.report_template import STYLE
+    from sim.results.page_parts import card, html_page, html_table, panels, verdict
 
-    body = "".join(
-        f'<tr><td class="text">{escape(row["name"])}</td><td>{row["served"]:,}</td><td>{row["dropped"]:,}</td><td>{row["in_pieces"]:,}</td>'
-        f"<td>{row['best_use']:.1%}</td><td>{row['internal']:.1%}</td><td>{row['external']:.1%}</td></tr>"
+    head = ("Held", "Served", "Dropped", "Failed in pieces", "Best use", "Internal, mean", "External, mean")
+    rows = [
+        (
+            row["name"],
+            f"{row['served']:,}",
+            f"{row['dropped']:,}",
+            f"{row['in_pieces']:,}",
+            *(f"{row[share]:.1%}" for share in ("best_use", "internal", "external")),
+        )
         for row in rows_of(holdings)
+    ]
+    said = (
+        "Every way has the same bytes for keys and values. A request whose next allocation does not fit is dropped, so fewer dropped "
+        "requests mean more load that fits."
     )
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("Served", "Dropped", "Failed in pieces", "Best use", "Internal, mean", "External, mean")
+    end_s = max(one.replay.columns()["time_s"][-1] for one in holdings)
+    pictures = panels([_picture(one, end_s) for one in holdings])
+    body = verdict("plain", ["kvtwin", title], "Why paged", said) + card(
+        "Six ways to hold the same requests", html_table(head, rows)
     )
-    plots = [_picture(one) for one in holdings]
-    panels = "".join(f"<div>{plot}</div>" for plot in plots)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>Why paged</title><style>{STYLE}</style></head><body><main><h1>Why paged</h1>"
-        f'<p class="soft">{escape(title)}. Every way has the same bytes for keys and values. A request whose next allocation does not '
-        "fit is dropped, so fewer dropped requests mean more load that fits.</p>"
-        f'<section class="card"><div class="scroll"><table><thead><tr><th class="text">Held</th>{head}</tr></thead><tbody>{body}</tbody>'
-        '</table></div></section><section class="card">'
-        f'<div class="panels" style="grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr))">{panels}</div></section>'
-        "</main></body></html>\n"
-    )
+    return html_page("Why paged", body + card("Over time", pictures))
 
 
-def _picture(one: Holding) -> str:
-    """One way over time: what holds tokens and what was set aside for none, of the memory; and free memory in pieces, of what is free."""
+def _picture(one: Holding, end_s: float) -> str:
+    """One way until `end_s`, all in shares of the memory: what holds tokens, what was set aside for none, and what is free but not in
+    the largest free piece.
+    """
+    from sim.results.svg_plot import Series, plot
+
     table = one.replay.columns()
-    time, whole = table["time_s"], one.capacity_bytes
-    used = [100 * value / whole for value in table["used_bytes"]]
-    empty = [
-        100 * (held - value) / whole for value, held in zip(table["used_bytes"], table["allocated_bytes"], strict=True)
-    ]
-    pieces = [100 * value for value in table["external_fragmentation"]]
+    parts = {
+        "holds tokens": table["used_bytes"],
+        "set aside and empty": map(sub, table["allocated_bytes"], table["used_bytes"]),
+        "free in smaller pieces": map(sub, table["free_bytes"], table["largest_free_bytes"]),
+    }
     series = [
-        Series(name="holds tokens", x=time, y=used, steps=True),
-        Series(name="set aside and empty", x=time, y=empty, steps=True),
-        Series(name="free in pieces, of what is free", x=time, y=pieces, steps=True),
+        Series(name=name, x=table["time_s"], y=[100 * value / one.capacity_bytes for value in values], steps=True)
+        for name, values in parts.items()
     ]
-    return line_plot(one.name, series, x_label="s", y_label="% of the memory")
+    return plot(one.name, series, x_label="s", y_label="% of the memory", x_range=(0.0, end_s), y_range=(0.0, 100.0))
 
 
 def main(arguments: Sequence[str]) -> int:

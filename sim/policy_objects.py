@@ -15,7 +15,7 @@ from typing import Any
 from sim.core.config import ConfigError, EngineConfig
 
 from .scenario_errors import ScenarioError, nearest
-from .scenario_tables import whole_keys
+from .scenario_keys import whole_keys
 
 Named = str | Mapping[str, Any]
 """A name, or a table with a name and arguments."""

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gpu.interpreter import Interpreter
     from tests.support.engine_driver import EngineDriver
+    from tests.support.interpreter import Interpreter
+    from tests.support.refusals import Refusals
 
 # Before anything imports them: a failed assert of a helper shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.support")
@@ -57,10 +58,18 @@ def drive() -> type[EngineDriver]:
     return EngineDriver
 
 
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refusals:
+    """Runs a command that must be refused with exit code 2 and one message: `message = refused(arguments, *words)`."""
+    from tests.support.refusals import Refusals
+
+    return Refusals(capsys)
+
+
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
     """A process in which kernels are interpreted."""
-    from gpu.interpreter import Interpreter
+    from tests.support.interpreter import Interpreter
 
     with Interpreter() as process:
         yield process

@@ -18,7 +18,6 @@ RESAMPLES = 40
 """Bootstrap resamples."""
 DRAWS = 40
 """Draws of a profile's uncertainty that its file keeps."""
-Predict = Callable[[npt.NDArray[np.int_]], Array]
 
 
 def held_out_mask(count: int, seed: int = SEED) -> npt.NDArray[np.bool_]:

@@ -30,11 +30,6 @@ class TableFit:
     residuals: Array
     """Relative error of the fit at each measurement."""
 
-    @property
-    def unidentified(self) -> int:
-        """How many knots the data say nothing about."""
-        return int((~self.identified).sum())
-
 
 def mixture(knots: Sequence[float], x: Array) -> Array:
     """Weights `[len(x), len(knots)]` of linear interpolation, continued beyond the last interval, constant before the first knot."""

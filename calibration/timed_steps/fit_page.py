@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from calibration.measuring.quality import assess
 from calibration.measuring.step_log import StepRun
-from calibration.plots import BLUE, GREEN, GREY, RED, Series, against, dots, page_frame, table
+from calibration.plots import against
 from sim.memory.measured import STEP_TERMS
+from sim.results.page_parts import bullets, card, html_page, html_table, panels, verdict
+from sim.results.report_layout import BLUE, GREEN, GREY, RED
+from sim.results.svg_plot import Series, plot, span
 
 from .fit_memory import predict_workspace
 from .model import TERMS, StepModel
@@ -25,47 +27,64 @@ def fit_page(run: StepRun, profile: Mapping[str, Any]) -> str:
     points = points_of(run)
     weights = {name: value["us"] for name, value in profile["weights"].items()}
     model = StepModel(knots=tuple(profile["terms"]["dense"]["tokens"]), values=weights)
-    provenance, quality = profile["provenance"], profile["quality"]
-    notes = "".join(f"<li>{escape(text)}</li>" for text in profile["identifiability"])
-    limits = profile["range"]
-    errors = [_error(name, value) for name, value in profile["error"].items() if isinstance(value, dict)]
-    body = f"""<p>{escape(profile["name"])}, measured on {escape(provenance["measured_on"])} ({escape(provenance["engine"])}),
-{escape(provenance["measured_at"])}. {quality["steps"]:,} timed steps, {quality["kept"]:,} of them used,
-{len(points.shapes)} different ones. Repeats of a step differ by {quality["noise_floor"]:.1%} (noise floor); over the run the
-reference step drifted by {quality["drift"]:+.1%}.</p>
-<p>Extrapolates beyond {limits["max_tokens"]:,} tokens a step, {limits["max_seqs"]} decodes, and {limits["max_context_tokens"]:,} tokens of
-mean context.</p>
-<h2>Error on steps that were not used</h2>
-{table(("steps", "number", "median", "95th percentile", "bias"), errors)}
-<h2>Weights</h2>
-{table(("term", "us", "95 % interval", ""), [_weight(name, value) for name, value in profile["weights"].items()])}
-<h2>Residuals</h2>{_residuals(points, model)}
-<h2>Speed of the device over the run</h2>{_speed(run)}
-<h2>Memory</h2>{_memory(run, profile["memory"])}
-<h2>To know</h2><ul>{notes}</ul>
-"""
-    return page_frame(f"kvtwin: {profile['name']} fitted to {run.name}", body)
+    provenance = profile["provenance"]
+    title = f"{profile['name']} fitted to {run.name}"
+    return html_page(
+        f"kvtwin: {title}",
+        verdict(
+            "plain", ("kvtwin calibrate fit", provenance["measured_on"]), title, *_origin(profile, len(points.shapes))
+        )
+        + card("Error on steps that were not used", _errors(profile["error"]))
+        + card("Weights", _weights(profile["weights"]))
+        + card("Residuals", panels(_residuals(points, model)))
+        + card("Speed of the device over the run", panels([_speed(run)]))
+        + card("Memory", _memory(run, profile["memory"]))
+        + card("To know", bullets(profile["identifiability"])),
+    )
 
 
-def _error(name: str, value: Mapping[str, Any]) -> str:
+def _origin(profile: Mapping[str, Any], shapes: int) -> tuple[str, str]:
+    provenance, quality, limits = profile["provenance"], profile["quality"], profile["range"]
     return (
-        f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{value['points']}</td><td>{value['median']:.1%}</td>"
-        f"<td>{value['p95']:.1%}</td><td>{value['bias']:+.1%}</td></tr>"
+        f"Measured on {provenance['measured_on']} ({provenance['engine']}), {provenance['measured_at']}. {quality['steps']:,} timed "
+        f"steps, {quality['kept']:,} of them used, {shapes} different ones. Repeats of a step differ by {quality['noise_floor']:.1%} "
+        f"(noise floor); over the run the reference step drifted by {quality['drift']:+.1%}.",
+        f"Extrapolates beyond {limits['max_tokens']:,} tokens a step, {limits['max_seqs']} decodes, and "
+        f"{limits['max_context_tokens']:,} tokens of mean context.",
     )
 
 
-def _weight(name: str, value: Mapping[str, Any]) -> str:
-    low, high = value["interval"]
-    shown = f"{low:+.0%} to {high:+.0%}" if value["us"] else f"up to {high:.3g} us"
-    about = TERMS.get(name) or "matrices, short kernels and whatever else a token costs, from {} to {} tokens".format(
-        *name.split("_")[1:]
-    )
-    return f'<tr><td>{escape(name)}</td><td>{value["us"]:,.4g}</td><td>{shown}</td><td class="text">{escape(about)}</td></tr>'
+def _errors(errors: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            name.replace("_", " "),
+            value["points"],
+            f"{value['median']:.1%}",
+            f"{value['p95']:.1%}",
+            f"{value['bias']:+.1%}",
+        )
+        for name, value in errors.items()
+        if isinstance(value, dict)
+    ]
+    return html_table(("steps", "number", "median", "95th percentile", "bias"), rows)
 
 
-def _residuals(points: Points, model: StepModel) -> str:
+def _weights(weights: Mapping[str, Any]) -> str:
+    rows = []
+    for name, value in weights.items():
+        low, high = value["interval"]
+        about = TERMS.get(name) or (
+            "matrices, short kernels and whatever else a token costs, from {} to {} tokens".format(*name.split("_")[1:])
+        )
+        shown = f"{low:+.0%} to {high:+.0%}" if value["us"] else f"up to {high:.3g} us"
+        rows.append((name, f"{value['us']:,.4g}", shown, about))
+    return html_table(("term", "us", "95 % interval", "what it is"), rows, words=(0, 3), wrap=(3,))
+
+
+def _residuals(points: Points, model: StepModel) -> list[str]:
     predicted = model.predict(points.shapes)
     error = 100 * (predicted / points.time_us - 1)
+    ends = span([error.tolist()])
     sizes = {
         "tokens in the step": np.asarray([shape.num_tokens for shape in points.shapes], dtype=float),
         "mean context of the decodes": np.asarray(
@@ -73,14 +92,16 @@ def _residuals(points: Points, model: StepModel) -> str:
         ),
         "measured duration, us": points.time_us,
     }
-    drawn = [against("duration, us", points.time_us, predicted)]
+    drawn = [against("Duration", "us", points.time_us, predicted)]
     for name, size in sizes.items():
         series = []
         for kind, colour in COLOURS.items():
             mine = (points.kinds == kind) & (size > 0)
-            series.append(Series(size[mine], error[mine], colour, kind))
-        drawn.append(dots(f"error in % over {name} (log)", series, log_x=True, middle=0.0))
-    return "".join(drawn)
+            series.append(Series(name=kind, x=size[mine].tolist(), y=error[mine].tolist(), dots=True, colour=colour))
+        drawn.append(
+            plot(f"Error over {name}", series, x_label=f"{name} (log)", y_label="error, %", y_range=ends, log_x=True)
+        )
+    return drawn
 
 
 def _speed(run: StepRun) -> str:
@@ -88,28 +109,38 @@ def _speed(run: StepRun) -> str:
     reference = np.asarray([step.group == "reference" for step in run.steps])
     when = np.asarray([step.elapsed_s for step in run.steps])
     took = np.asarray([step.duration_us for step in run.steps])
-    return dots(
-        "the reference step, us, over seconds of measuring (grey: left out)",
-        [
-            Series(when[reference & kept], took[reference & kept], BLUE),
-            Series(when[reference & ~kept], took[reference & ~kept], GREY),
-        ],
-    )
+    series = [
+        Series(
+            name=name,
+            x=when[reference & chosen].tolist(),
+            y=took[reference & chosen].tolist(),
+            dots=True,
+            colour=colour,
+        )
+        for name, chosen, colour in (("used", kept, BLUE), ("left out", ~kept, GREY))
+    ]
+    return plot("The reference step", series, x_label="seconds of measuring", y_label="us", from_zero=False)
 
 
 def _memory(run: StepRun, memory: Mapping[str, Any]) -> str:
     shapes, workspace_bytes = workspaces(run)
     error = memory["workspace_error"]
-    always = [
-        f"<tr><td>{escape(name.removesuffix('_bytes').replace('_', ' '))}</td><td>{value:,}</td></tr>"
-        for name, value in memory["always"].items()
-    ]
+    always = [(_words(name), f"{value:,}") for name, value in memory["always"].items()]
     phases = [
-        f"<tr><td>phase {number}</td>" + "".join(f"<td>{phase[name]:,.1f}</td>" for name in STEP_TERMS) + "</tr>"
+        (f"phase {number}", *(f"{phase[name]:,.1f}" for name in STEP_TERMS))
         for number, phase in enumerate(memory["workspace_phases"], start=1)
     ]
-    return f"""{table(("always there", "bytes"), always)}
-<p>Workspace of a step: the widest of the phases below. On steps that were not used: median error {error["median"]:.2%},
-95th percentile {error["p95"]:.1%}.</p>
-{table(("bytes", *(name.removesuffix("_bytes").replace("_", " ") for name in STEP_TERMS)), phases)}
-{against("workspace, bytes", workspace_bytes, predict_workspace(memory, shapes))}"""
+    said = (
+        "Workspace of a step: the widest of the phases below. On steps that were not used: median error "
+        f"{error['median']:.2%}, 95th percentile {error['p95']:.1%}."
+    )
+    return (
+        html_table(("always there", "bytes"), always)
+        + f"<p>{said}</p>"
+        + html_table(("bytes", *map(_words, STEP_TERMS)), phases)
+        + panels([against("Workspace", "bytes", workspace_bytes, predict_workspace(memory, shapes))])
+    )
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")

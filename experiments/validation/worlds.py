@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sim.core.config import EngineConfig
@@ -171,8 +171,3 @@ def first_difference(real: list[dict[str, object]], simulated: list[dict[str, ob
     if len(real) != len(simulated):
         return f"{len(real)} steps for real, {len(simulated)} simulated"
     return None
-
-
-def with_engine(scenario: SmallScenario, **changes: Any) -> SmallScenario:
-    """The scenario with other engine settings."""
-    return replace(scenario, engine=replace(scenario.engine, **changes))

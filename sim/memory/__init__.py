@@ -2,7 +2,7 @@
 
 from .build import build_ledger
 from .fit import NoRoomError
-from .ledger import Ledger, LedgerLine, blocks_for_tokens
+from .ledger import Ledger, LedgerLine
 from .ops import Op, Peak
 
-__all__ = ["Ledger", "LedgerLine", "NoRoomError", "Op", "Peak", "blocks_for_tokens", "build_ledger"]
+__all__ = ["Ledger", "LedgerLine", "NoRoomError", "Op", "Peak", "build_ledger"]

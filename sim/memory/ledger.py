@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sim.catalog.gpus import GIB
-from sim.core.need import blocks_for
 
 from .ops import Op, Peak
 
@@ -141,12 +140,3 @@ class Ledger:
             if line.name == name:
                 return line
         raise KeyError(f"no ledger line {name!r}; there are {', '.join(line.name for line in self.lines)}")
-
-    def has_line(self, name: str) -> bool:
-        """True when there is a line called `name`; lines that do not apply are left out."""
-        return any(line.name == name for line in self.lines)
-
-
-def blocks_for_tokens(tokens: int, block_size: int) -> int:
-    """Blocks that hold `tokens` tokens of one sequence: the core's own rule, that sizing and admission share."""
-    return blocks_for(tokens, block_size)

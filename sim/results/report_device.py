@@ -8,6 +8,7 @@ import numpy as np
 
 from sim.catalog.gpus import GIB
 
+from .page_parts import html_table
 from .report_format import count, escape, gib, plural
 from .report_layout import INK, RED, Figure, base_layout, limit_line, plain_text, rounded
 from .report_series import INSTANT_S, MAX_SPANS, Array, Envelope, Steps, envelope
@@ -74,15 +75,8 @@ def device_note(result: Result) -> str:
         f"the widest step needed {gib(summary['peak_workspace_bytes'])} for temporary tensors ({phase})."
     )
     failed = summary.get("oom_by_line") or {}
-    rows = "".join(
-        f'<tr><td class="text">{escape(line)}</td><td>{count(number)}</td></tr>' for line, number in failed.items()
-    )
     head = f"{plural(sum(failed.values()), 'step')} ran out of memory, by the line that did not fit"
-    lines = (
-        f'<div class="scroll"><table><thead><tr><th class="text">{head}</th><th>Steps</th></tr></thead><tbody>{rows}</tbody></table></div>'
-        if failed
-        else ""
-    )
+    lines = html_table((head, "Steps"), [(line, count(number)) for line, number in failed.items()]) if failed else ""
     return f'<p class="soft small">{escape(text)}</p>{lines}'
 
 

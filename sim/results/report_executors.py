@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .page_parts import Markup, html_table
 from .report_format import count, escape, gib, plural
 
 _MOST_ROWS = 12
@@ -58,40 +59,36 @@ def _fallbacks(executor: Mapping[str, Any]) -> str:
 
 
 def _served(executor: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><td class="text">{escape(operation)}</td><td class="text">{escape(implementation)}</td><td>{count(calls)}</td></tr>'
+    rows = [
+        (operation, implementation, count(calls))
         for operation, by in executor["served"].items()
         for implementation, calls in by.items()
-    )
-    head = '<tr><th class="text">Operation</th><th class="text">Served by</th><th>Calls</th></tr>'
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+    ]
+    return html_table(("Operation", "Served by", "Calls"), rows, words=range(2))
 
 
 def _peak(document: Mapping[str, Any] | None) -> str:
     if document is None:
         return ""
     widest = sorted(document["operations"], key=lambda row: -row["live_bytes"])[:_MOST_ROWS]
-    rows = "".join(map(_operation_row, widest))
-    head = (
-        '<tr><th class="text">Operation</th><th class="text">Served by</th><th class="text">Into</th><th>Live bytes</th>'
-        "<th>Ledger: its line</th><th>Ledger: its phase</th></tr>"
-    )
+    head = ("Operation", "Served by", "Into", "Live bytes", "Ledger: its line", "Ledger: its phase")
     title = f"Memory peak of step {count(document['step'])}"
     return (
         f'<h3 style="margin-top:1rem">{title}</h3><p class="soft small">{escape(document["answer"])}</p>'
-        f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+        f"{html_table(head, [_operation_row(row) for row in widest], words=range(3))}"
     )
 
 
-def _operation_row(row: Mapping[str, Any]) -> str:
-    name = escape(row["operation"])
-    texts = (
-        f"<b>{name}</b>" if row["is_peak"] else name,
+def _operation_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    name = row["operation"]
+    return (
+        Markup(f"<b>{escape(name)}</b>") if row["is_peak"] else name,
         row["served_by"] + (" (fallback)" if row["fallback"] else ""),
+        row["into"],
+        count(row["live_bytes"]),
+        _or_dash(row["predicted_bytes"]),
+        _or_dash(row["predicted_phase_bytes"]),
     )
-    numbers = (count(row["live_bytes"]), _or_dash(row["predicted_bytes"]), _or_dash(row["predicted_phase_bytes"]))
-    cells = "".join(f'<td class="text">{text}</td>' for text in (*texts, escape(row["into"])))
-    return f"<tr>{cells}{''.join(f'<td>{number}</td>' for number in numbers)}</tr>"
 
 
 def _or_dash(value: int | None) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .page_parts import html_table
 from .report_format import MISSING, count, escape, number, plural, seconds
 from .statistics import percentile
 
@@ -67,7 +68,7 @@ def classes_html(classes: Sequence[Mapping[str, Any]]) -> str:
         + [seconds(row["e2el_p50"]), seconds(row["e2el_p99"])]
         for row in classes
     ]
-    return table_html(head, body, text=1)
+    return html_table(head, body)
 
 
 def requests_html(result: Result) -> str:
@@ -90,7 +91,7 @@ def requests_html(result: Result) -> str:
         note = _shown(len(worst), len(lost)) + (f" Rejected by reason: {by_reason}." if by_reason else "")
         parts.append(
             f'<section class="card"><h2>Requests that did not finish</h2><p class="soft small">{escape(note)}</p>'
-            f"{table_html(head, body, text=3, wrap=2)}</section>"
+            f"{html_table(head, body, words=range(3), wrap=(2,))}</section>"
         )
     latency = np.asarray(columns["e2el_s"], dtype=np.float64)
     done = [index for index, outcome in enumerate(outcomes) if outcome == "finished" and np.isfinite(latency[index])]
@@ -118,7 +119,7 @@ def requests_html(result: Result) -> str:
         ]  # fmt: skip
         parts.append(
             f'<section class="card"><h2>Slowest requests</h2><p class="soft small">By end-to-end latency. '
-            f"{escape(_shown(len(slow), len(done)))}</p>{table_html(head, body, text=1)}</section>"
+            f"{escape(_shown(len(slow), len(done)))}</p>{html_table(head, body)}</section>"
         )
     return "".join(parts)
 
@@ -133,19 +134,3 @@ def _queue(columns: Mapping[str, Sequence[Any]], index: int) -> float | None:
 
 def _shown(shown: int, of: int) -> str:
     return f"{plural(of, 'request')}." if shown == of else f"{count(shown)} of {plural(of, 'request')} shown."
-
-
-def table_html(head: Sequence[str], body: Sequence[Sequence[object]], *, text: int, wrap: int | None = None) -> str:
-    """An HTML table; the first `text` columns are words (left), the rest numbers (right); column `wrap` may break lines."""
-
-    def cell(tag: str, index: int, value: object) -> str:
-        classes = ("text " if index < text else "") + ("wrap" if index == wrap and tag == "td" else "")
-        return (
-            f'<{tag} class="{classes.strip()}">{escape(value)}</{tag}>'
-            if classes
-            else f"<{tag}>{escape(value)}</{tag}>"
-        )
-
-    rows = "".join(f"<tr>{''.join(cell('td', i, value) for i, value in enumerate(row))}</tr>" for row in body)
-    titles = "".join(cell("th", i, value) for i, value in enumerate(head))
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table></div>'

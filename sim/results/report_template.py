@@ -30,6 +30,7 @@ p{margin:.25rem 0}
 .tile .note{color:var(--soft);font-size:.82rem}
 .card{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 22px;margin:16px 0}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:8px 24px;margin-top:.8rem}
+.panels.wide{grid-template-columns:repeat(auto-fill,minmax(min(100%,460px),1fr))}
 .panels>div{min-width:0}
 .panels+.scroll{margin-top:.8rem}
 .plot{width:100%;min-width:0}
@@ -39,6 +40,8 @@ th,td{text-align:right;padding:.38rem .6rem;border-bottom:1px solid var(--line);
 th{color:var(--soft);font-weight:600}
 th.text,td.text{text-align:left}
 td.wrap{white-space:normal;min-width:16rem}
+td svg{display:block;margin-left:auto}
+b.good{color:var(--good)}b.strained{color:var(--strained)}b.bad{color:var(--bad)}
 tbody tr:last-child td{border-bottom:0}
 .bar{position:relative;height:1.15rem;min-width:7rem;background:#f0f3f7;border-radius:3px}
 .bar i{position:absolute;top:0;bottom:0;border-radius:3px;min-width:2px;background:#8fa1b5;

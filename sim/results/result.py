@@ -72,10 +72,7 @@ ITL_COLUMNS: dict[str, str] = {"request_id": "text", "itl_s": "text"}
 """Columns of itl.csv: a finished request, and every gap between two of its tokens, separated by spaces."""
 
 MARK_COLUMNS: dict[str, str] = {"time_s": "float", "kind": "text", "request_id": "text", "replica": "int"}
-"""Columns of marks.csv: one row for each event worth seeing on the time axis."""
-
-MARK_KINDS = ("preempted", "rejected", "aborted", "timed_out", "failed", "oom")
-"""Values of the column `kind` of marks.csv."""
+"""Columns of marks.csv: one row for each event worth seeing on the time axis; `kind` is an outcome, `preempted` or `oom`."""
 
 
 class LedgerLine(Protocol):

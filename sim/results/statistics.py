@@ -1,8 +1,7 @@
 """The few statistical answers the twin gives, each by its textbook definition.
 
-Replications are compared in pairs (the same requests in A and B), MSER-5 says where warm-up ends, and a queue that keeps
-growing is recognised by the slope of its batch means. Functions take plain sequences and give plain values. scipy is
-imported where a t quantile is needed.
+Replications are compared in pairs (the same requests in A and B), and a queue that keeps growing is recognised by the slope of its
+batch means. Functions take plain sequences and give plain values. scipy is imported where a t quantile is needed.
 """
 
 from __future__ import annotations
@@ -120,33 +119,6 @@ def paired_difference(
         n=int(x.size),
         verdict=verdict,
     )
-
-
-def mser5(series: Sequence[float]) -> int | None:
-    """How many leading observations to delete as warm-up (a multiple of 5), or None: the run is too short to tell.
-
-    The series is averaged over batches of 5; with m batch means, the deletion d minimises the squared standard error of what
-    is left, `sum((y_j - mean)^2 for j > d) / (m - d)^2`. The last 5 values of d are not looked at (a few equal values at the end
-    would win by chance), and a minimum in the second half is not accepted.
-    Source: White, Cobb and Spratt 2000, MSER-5; Hoad, Robinson and Davies 2010 for the two rules on d.
-    """
-    x = np.asarray(series, dtype=np.float64)
-    batches = x.size // 5
-    if batches < 10:
-        return None
-    if np.ptp(x) == 0:
-        return 0
-    means = x[: batches * 5].reshape(batches, 5).mean(axis=1)
-    statistic = np.empty(batches)
-    mean = squares = 0.0
-    # Welford's update from the end: what is left after each deletion, exact zero for equal values.
-    for left, value in enumerate(means[::-1].tolist(), start=1):
-        step = value - mean
-        mean += step / left
-        squares += step * (value - mean)
-        statistic[batches - left] = squares / (left * left)
-    deletion = int(np.argmin(statistic[: batches - 5]))
-    return deletion * 5 if deletion <= batches // 2 else None
 
 
 def queue_grows(

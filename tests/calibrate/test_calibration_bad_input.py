@@ -18,6 +18,7 @@ from experiments import build_profiles, interval_coverage, validate_profiles
 from experiments.cli import main
 from experiments.interval_coverage import noisy_run
 from sim.catalog.models import model_shape
+from tests.support.refusals import Refusals
 
 MODEL = "tiny-llama-test"
 Edit = Callable[[Any], object]
@@ -48,14 +49,6 @@ def row(path: Path, column: str, value: str, line: int = 5) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def refused(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in words), said
-    assert len(said.strip().splitlines()) == 1, "one message"
-    assert "Traceback" not in said
-
-
 # ── runs of timed steps ──────────────────────────────────────────────────────────────────────────────────────────────
 def without(*path: str) -> Edit:
     def change(document: Any) -> None:
@@ -80,11 +73,11 @@ def without(*path: str) -> Edit:
     ],
 )
 def test_a_run_that_lacks_something_is_refused(
-    steps: Path, tmp_path: Path, change: Edit, words: list[str], capsys: pytest.CaptureFixture[str]
+    steps: Path, tmp_path: Path, change: Edit, words: list[str], refused: Refusals
 ) -> None:
     shutil.copytree(steps, tmp_path / "run")
     edited(tmp_path / "run" / "run.json", change)
-    refused(["calibrate", "fit", str(tmp_path / "run"), "--out", str(tmp_path / "p.json")], words, capsys)
+    refused(["calibrate", "fit", tmp_path / "run", "--out", tmp_path / "p.json"], *words)
     assert not (tmp_path / "p.json").exists()
 
 
@@ -104,18 +97,16 @@ def test_a_run_that_lacks_something_is_refused(
     ],
 )  # fmt: skip
 def test_steps_that_cannot_be_used_are_refused(
-    steps: Path, tmp_path: Path, change: Callable[[Path], object], words: list[str], capsys: pytest.CaptureFixture[str]
+    steps: Path, tmp_path: Path, change: Callable[[Path], object], words: list[str], refused: Refusals
 ) -> None:
     shutil.copytree(steps, tmp_path / "run")
     change(tmp_path / "run" / "steps.csv")
-    refused(["calibrate", "fit", str(tmp_path / "run"), "--out", str(tmp_path / "p.json")], words, capsys)
+    refused(["calibrate", "fit", tmp_path / "run", "--out", tmp_path / "p.json"], *words)
 
 
-def test_timed_steps_are_not_judged_and_the_message_says_what_reads_them(
-    steps: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_timed_steps_are_not_judged_and_the_message_says_what_reads_them(steps: Path, refused: Refusals) -> None:
     judge = ["calibrate", "judge", "--run", str(steps), "--model", MODEL, "--gpu", "cpu", "--profile", "auto"]
-    refused(judge, ["timed steps, not a served run", "kvtwin calibrate fit"], capsys)
+    refused(judge, "timed steps, not a served run", "kvtwin calibrate fit")
 
 
 # ── profiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -140,7 +131,7 @@ def profile(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_profile_that_lacks_something_is_refused(
-    profile: Path, tmp_path: Path, change: Edit, words: list[str], capsys: pytest.CaptureFixture[str]
+    profile: Path, tmp_path: Path, change: Edit, words: list[str], refused: Refusals
 ) -> None:
     path = tmp_path / "p.json"
     shutil.copy(profile, path)
@@ -158,7 +149,7 @@ def test_a_profile_that_lacks_something_is_refused(
         "--num-requests",
         "2",
     ]
-    refused([*run, "--profile", str(path)], [*words, "p.json"], capsys)
+    refused([*run, "--profile", path], *words, "p.json")
 
 
 # ── recorded runs of servers ─────────────────────────────────────────────────────────────────────────────────────────
@@ -199,17 +190,17 @@ def changed(**values: object) -> str:
 )
 @pytest.mark.parametrize("command", ["judge", "fit"])
 def test_a_served_run_that_lacks_something_is_refused(
-    command: str, meta: str, rows: str | None, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, meta: str, rows: str | None, words: list[str], tmp_path: Path, refused: Refusals
 ) -> None:
     run = str(served(tmp_path / "run", meta, rows))
     what = ["judge", "--run", run] if command == "judge" else ["fit", run, "--out", str(tmp_path / "p.json")]
-    refused(["calibrate", *what, *SERVED], words, capsys)
+    refused(["calibrate", *what, *SERVED], *words)
 
 
-def test_a_time_line_without_its_clock_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_line_without_its_clock_is_refused(tmp_path: Path, refused: Refusals) -> None:
     run = served(tmp_path / "run")
     (run / "timeseries.csv").write_text("t,running,waiting,kv_cache_pct\n" + "".join(f"{i},1,0,5\n" for i in range(5)))
-    refused(["calibrate", "judge", "--run", str(run), *SERVED], ["started_at is None", "timeseries.csv"], capsys)
+    refused(["calibrate", "judge", "--run", run, *SERVED], "started_at is None", "timeseries.csv")
 
 
 BENCH: dict[str, Any] = {
@@ -232,11 +223,11 @@ BENCH: dict[str, Any] = {
     ],
 )
 def test_a_bench_file_that_cannot_be_used_is_refused(
-    change: dict[str, object], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, object], words: list[str], tmp_path: Path, refused: Refusals
 ) -> None:
     path = tmp_path / "b.json"
     path.write_text(json.dumps({**BENCH, **change}))
-    refused(["calibrate", "judge", "--run", str(path), *SERVED], [*words, "b.json"], capsys)
+    refused(["calibrate", "judge", "--run", path, *SERVED], *words, "b.json")
 
 
 def test_what_a_failed_request_got_is_not_looked_at(tmp_path: Path) -> None:
@@ -251,15 +242,13 @@ def test_what_a_failed_request_got_is_not_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".json", ".csv"])
 @pytest.mark.parametrize("command", ["judge", "fit"])
-def test_bytes_that_are_no_text_are_refused(
-    suffix: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bytes_that_are_no_text_are_refused(suffix: str, command: str, tmp_path: Path, refused: Refusals) -> None:
     path = tmp_path / f"b{suffix}"
     path.write_bytes(b"\xff\xfe\x00\x01")
     what = (
         ["judge", "--run", str(path)] if command == "judge" else ["fit", str(path), "--out", str(tmp_path / "p.json")]
     )
-    refused(["calibrate", *what, *SERVED], [path.name, "UTF-8" if suffix == ".json" else "utf-8"], capsys)
+    refused(["calibrate", *what, *SERVED], path.name, "UTF-8" if suffix == ".json" else "utf-8")
 
 
 def test_a_word_among_numbers_is_found_where_it_is(tmp_path: Path) -> None:
@@ -286,13 +275,13 @@ def test_the_making_of_what_is_measured_is_estimated_and_must_leave_time_for_ste
 
 
 def test_a_budget_that_making_would_eat_up_is_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusals
 ) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
     monkeypatch.setattr("calibration.measuring.measure.drawing_rate", lambda device: 1e5)
     monkeypatch.setattr("calibration.measuring.measure.make_rig", lambda settings: pytest.fail("it was made"))
     out = tmp_path / "run"
-    refused(["calibrate", "measure", "--budget", "10s", "--out", str(out)], [MODEL, "takes about", "--budget"], capsys)
+    refused(["calibrate", "measure", "--budget", "10s", "--out", out], MODEL, "takes about", "--budget")
     assert not out.exists()
 
 
@@ -313,14 +302,14 @@ def test_making_counts_as_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_first_pass_that_is_not_whole_is_said_with_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusals
 ) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
     monkeypatch.setattr("calibration.measuring.session.MOST_OVERRUN", 0.3)
     limits = ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "64", "--clock", "thread"]
     out = tmp_path / "run"
     words = ["the first pass is not whole", "--budget", "are kept in"]
-    refused(["calibrate", "measure", "--budget", "2s", "--out", str(out), *limits], words, capsys)
+    refused(["calibrate", "measure", "--budget", "2s", "--out", out, *limits], *words)
     settings = MeasureSettings(model=MODEL, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64, clock="thread")
     done, whole = first_pass(read_run(out), settings)
     assert 0 < done < whole == len(design(settings.limits(model_shape(MODEL)), 0)) - 1

@@ -19,6 +19,7 @@ from sim.costs.piecewise import Field, Grid, IntegerLine, Line
 from sim.costs.profile import FittedProfile
 from sim.costs.terms import StepTerms
 from sim.resolve import resolve
+from tests.support.stretches import each_step_of
 
 SECONDS = st.floats(0.0, 0.05, allow_nan=False)
 
@@ -60,18 +61,9 @@ def test_a_stretch_is_exactly_its_steps(table: StepTerms, seqs: int, mean: int, 
     cost = FittedProfile(table, name="t")
     context, longest = seqs * mean, mean + longer
     stretch = cost.decode_stretch(seqs, context, steps, longest)
-    single = [
-        cost.step_fs(
-            BatchShape(
-                decode_seqs=seqs,
-                decode_context_tokens=context + i * seqs,
-                decode_max_context_tokens=longest + i,
-                sampled_seqs=seqs,
-            )
-        )
-        for i in range(steps)
-    ]
-    assert [stretch.before_fs(i + 1) - stretch.before_fs(i) for i in range(steps)] == single
+    assert [stretch.before_fs(i + 1) - stretch.before_fs(i) for i in range(steps)] == each_step_of(
+        cost, seqs, context, longest, steps
+    )
     assert len(stretch.segments) <= len(table.decode.y) + 1, "a stretch is closed form: a segment a piece, not a step"
 
 

@@ -37,7 +37,7 @@ def test_a_table_is_recovered_from_scattered_points() -> None:
     x = RNG.uniform(1, 100, 200)
     fit = fit_line(x, np.interp(x, knots, (2.0, 3.0, 30.0)), knots)
     assert fit.values == pytest.approx([2.0, 3.0, 30.0], rel=1e-6)
-    assert fit.unidentified == 0
+    assert fit.identified.all()
 
 
 def test_one_wild_measurement_in_twenty_changes_little() -> None:

@@ -22,6 +22,7 @@ from sim.core.config import ConfigError
 from sim.costs.fitted import FOLDER, fitted_cost
 from sim.costs.profile import FittedProfile
 from sim.costs.profile_file import read_profile
+from tests.support.refusals import Refusals
 
 DECODE = BatchShape(decode_seqs=8, decode_context_tokens=8000, decode_max_context_tokens=1000, sampled_seqs=8)
 LLAMA = "llama-3.1-8b"
@@ -195,12 +196,10 @@ def test_draws_that_span_no_interval_are_refused_before_anything_runs(
     words: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Refusals,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in words), said
+    refused(arguments, *words)
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 

@@ -24,6 +24,7 @@ from sim.memory.measured import MeasuredLine, MeasuredMemory, step_features, wid
 from sim.memory.measured_file import read_measured
 from sim.resolve import resolve
 from sim.scenario import Scenario
+from tests.support.refusals import Refusals
 
 MODEL = "tiny-llama-test"
 MEASURED = MeasureSettings(
@@ -206,9 +207,11 @@ def test_memory_lines_of_an_earlier_fit_are_left_out_and_it_is_said() -> None:
     assert why is not None and "no range and no uncertainty" in why
 
 
-def test_a_profile_that_is_not_there_is_refused_by_the_ledger_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ledger", "--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb", "--profile", "h100-sxm"]) == 2
-    assert "nearest is h100-sxm-80gb" in capsys.readouterr().err
+def test_a_profile_that_is_not_there_is_refused_by_the_ledger_too(refused: Refusals) -> None:
+    refused(
+        ["ledger", "--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb", "--profile", "h100-sxm"],
+        "nearest is h100-sxm-80gb",
+    )
 
 
 # ── there and back on the CPU device ─────────────────────────────────────────────────────────────────────────────────

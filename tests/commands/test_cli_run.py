@@ -132,12 +132,9 @@ def test_a_run_that_fails_leaves_an_older_decision_log_alone(kvtwin, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
-def test_a_folder_that_cannot_be_written_is_one_message(kvtwin, tmp_path):
+def test_a_folder_that_cannot_be_written_is_one_message(refused, tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, err = kvtwin("run", *BASIC, "--out", tmp_path / "file" / "out")
-    assert code == 2
-    assert err.count("\n") == 1
-    assert "file" in err
+    refused(["run", *BASIC, "--out", tmp_path / "file" / "out"], "file")
 
 
 def test_requests_that_can_never_fit_are_rejected_and_counted(kvtwin):
@@ -149,12 +146,10 @@ def test_requests_that_can_never_fit_are_rejected_and_counted(kvtwin):
     assert any("rejected when they arrive" in warning for warning in summary["warnings"])
 
 
-def test_a_folder_in_place_of_a_file_is_found_before_the_run(kvtwin, tmp_path, monkeypatch):
+def test_a_folder_in_place_of_a_file_is_found_before_the_run(refused, tmp_path, monkeypatch):
     def not_reached(*arguments, **settings):
         raise AssertionError("the run has begun")
 
     monkeypatch.setattr("sim.simulation.simulate", not_reached)
     for flag in ("--html", "--decision-log"):
-        code, _, err = kvtwin("run", *BASIC, flag, tmp_path)
-        assert code == 2
-        assert f"{tmp_path}: is a folder" in err
+        refused(["run", *BASIC, flag, tmp_path], f"{tmp_path}: is a folder")

@@ -15,6 +15,7 @@ from sim.core.durations import Durations
 from sim.costs import CostModel, FixedCost, Roofline
 from sim.costs.fitted import fitted_cost
 from sim.costs.overlap import OverlappedHost, overlapped
+from tests.support.stretches import each_step_of
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,6 @@ def test_a_stretch_in_which_the_device_overtakes_the_host_has_two_pieces():
     durations = overlapped(HostAndDevice(host=10, seq=1, base=3, context=1)).decode_stretch(2, 5, 5)
     assert [durations.before_fs(i + 1) - durations.before_fs(i) for i in range(5)] == [12, 12, 12, 14, 16]
     assert [(piece.steps, piece.first_fs, piece.growth_fs) for piece in durations.segments] == [(2, 12, 0), (3, 12, 2)]
-
-
-def each_step_of(cost: CostModel, seqs: int, context: int, longest: int, steps: int) -> list[int]:
-    return [
-        cost.step_fs(
-            BatchShape(
-                decode_seqs=seqs,
-                decode_context_tokens=context + i * seqs,
-                decode_max_context_tokens=longest + i,
-                sampled_seqs=seqs,
-            )
-        )
-        for i in range(steps)
-    ]
 
 
 LLAMA, H100 = model_shape("llama-3.1-8b"), gpu("h100-sxm-80gb")

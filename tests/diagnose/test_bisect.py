@@ -15,6 +15,7 @@ from experiments.bisect_search import smallest_number, smallest_part
 from experiments.cli import main
 from experiments.scenario_text import scenario_text
 from sim import Scenario, simulate
+from tests.support.refusals import Refusals
 
 # -- the search, without an engine ---------------------------------------------------------------------------------------
 
@@ -198,19 +199,15 @@ def test_a_scenario_made_for_another_load_lends_its_engine_only(
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
-    arguments: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], said: str, tmp_path: Path, refused: Refusals
 ) -> None:
     (tmp_path / "STATE").write_text("[]")
     given_ = [str(tmp_path / word) if word == "STATE" else word for word in arguments]
-    assert main(["bisect", str(small_load(tmp_path)), *FLAGS, *given_]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
+    refused(["bisect", small_load(tmp_path), *FLAGS, *given_], said)
 
 
-def test_the_state_of_another_load_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_state_of_another_load_is_refused(tmp_path: Path, refused: Refusals) -> None:
     trace, state = small_load(tmp_path), tmp_path / "state.json"
     assert main(["bisect", str(trace), *FLAGS, "--state", str(state)]) == 1
     trace.write_text(trace.read_text().replace("b,0.1,100", "b,0.1,101"))
-    assert main(["bisect", str(trace), *FLAGS, "--state", str(state)]) == 2
-    assert "belongs to another load" in capsys.readouterr().err
+    refused(["bisect", trace, *FLAGS, "--state", state], "belongs to another load")

@@ -13,6 +13,7 @@ from experiments import bisect_probe
 from experiments.cli import main
 from experiments.real_run import run_scenario
 from sim import Scenario
+from tests.support.refusals import Refusals
 
 pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[gpu]'")
 
@@ -116,10 +117,7 @@ def test_what_cannot_be_searched_is_one_message(
     assert said in err and err.count("\n") == 1
 
 
-def test_a_workspace_without_a_device_is_refused(
-    planted: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_workspace_without_a_device_is_refused(planted: tuple[Path, Path], refused: Refusals) -> None:
     trace, server = planted
     server.write_text(SERVER.replace('executor = "torch"\ndevice = "cpu"\n', ""))
-    assert main(["bisect", str(trace), str(server), "--gpu", "l4-24gb"]) == 2
-    assert "workspace_bytes" in capsys.readouterr().err
+    refused(["bisect", trace, server, "--gpu", "l4-24gb"], "workspace_bytes")

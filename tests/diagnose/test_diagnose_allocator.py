@@ -13,6 +13,8 @@ from experiments.cli import main
 from experiments.investigator import Cause, Phase, diagnose
 from experiments.investigator.allocator_runs import allocator_runs
 from sim.memory.allocators import CachingAllocator, CachingSettings, DeviceMemory, parse_alloc_conf, read_snapshot
+from tests.support.pages import loads_nothing
+from tests.support.refusals import Refusals
 
 MIB = 1 << 20
 BIG = 11_643_387_904
@@ -106,34 +108,26 @@ def test_settings_of_one_s_own_are_replayed_and_drawn(tmp_path: Path, capsys: py
     html = page.read_text()
     assert html.count("<svg") == 3  # reserved, allocated, largest free block
     assert "max_split_size_mb:200" in html
-    assert "http" not in html.replace("http-equiv", "")  # nothing is loaded
+    assert loads_nothing(html)
 
 
 @pytest.mark.parametrize(
     ("conf", "said"),
     [("max_split_size_mb:5", "max_split_size_mb"), ("expandable:True", "expandable"), ("", "--what-if ''")],
 )
-def test_a_setting_that_pytorch_refuses_is_refused(
-    conf: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["diagnose", str(saved(tmp_path, split_segment())), "--what-if", conf]) == 2
-    err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1
+def test_a_setting_that_pytorch_refuses_is_refused(conf: str, said: str, tmp_path: Path, refused: Refusals) -> None:
+    refused(["diagnose", saved(tmp_path, split_segment()), "--what-if", conf], said)
 
 
-def test_a_what_if_without_a_snapshot_or_without_its_history_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_what_if_without_a_snapshot_or_without_its_history_is_an_error(tmp_path: Path, refused: Refusals) -> None:
     text = tmp_path / "oom.txt"
     text.write_text("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    assert main(["diagnose", str(text), "--what-if", "expandable_segments:True"]) == 2
-    assert "no snapshot is among the files" in capsys.readouterr().err
+    refused(["diagnose", text, "--what-if", "expandable_segments:True"], "no snapshot is among the files")
     snapshot = split_segment().snapshot()
     snapshot["device_traces"] = [[]]
     path = tmp_path / "bare.pickle"
     path.write_bytes(pickle.dumps(snapshot))
-    assert main(["diagnose", str(path), "--what-if", "expandable_segments:True"]) == 2
-    assert "has no history" in capsys.readouterr().err
+    refused(["diagnose", path, "--what-if", "expandable_segments:True"], "has no history")
     assert main(["diagnose", str(path)]) == 0
 
 
@@ -171,19 +165,14 @@ class _RunsCode:
         return os.system, (f"touch '{self.target}'",)
 
 
-def test_a_snapshot_that_would_run_code_is_refused_by_name_and_does_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_snapshot_that_would_run_code_is_refused_by_name_and_does_not_run(tmp_path: Path, refused: Refusals) -> None:
     evil, target = tmp_path / "evil.pickle", tmp_path / "it ran"
     evil.write_bytes(pickle.dumps({"segments": [_RunsCode(target)], "device_traces": []}))
-    assert main(["diagnose", str(evil)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"kvtwin diagnose: {evil}: the file asks to load") and err.count("\n") == 1
+    assert refused(["diagnose", evil]).startswith(f"kvtwin diagnose: {evil}: the file asks to load")
     assert not target.exists()
 
 
-def test_a_snapshot_that_is_cut_off_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_snapshot_that_is_cut_off_is_named(tmp_path: Path, refused: Refusals) -> None:
     path = saved(tmp_path, split_segment())
     path.write_bytes(path.read_bytes()[:200])
-    assert main(["diagnose", str(path)]) == 2
-    assert f"{path}: the file is no complete pickle" in capsys.readouterr().err
+    refused(["diagnose", path], f"{path}: the file is no complete pickle")

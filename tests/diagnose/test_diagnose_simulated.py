@@ -16,6 +16,7 @@ from sim import Scenario, simulate
 from sim.costs.constant import FixedCost
 from sim.scenario import ScenarioError
 from sim.world.executors import ModelExecutor
+from tests.support.refusals import Refusals
 
 LOAD = {
     "workload": "uniform",
@@ -188,16 +189,13 @@ def test_its_regression_scenario_fails_and_does_not_with_the_fix(
     assert "# It fails. The fix: " in target.read_text()
 
 
-def test_what_no_run_can_show_is_refused_and_nothing_is_written(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_no_run_can_show_is_refused_and_nothing_is_written(refused: Refusals, tmp_path: Path) -> None:
     log, target = tmp_path / "kernel.log", tmp_path / "regression.toml"
     log.write_text(
         "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 180224, Hardware limit: 101376"
     )
     arguments = [str(log), "--scenario-out", str(target), "--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb"]
-    assert main(["diagnose", *arguments]) == 2
-    assert "nothing that a run of the simulator can show" in capsys.readouterr().err
+    refused(["diagnose", *arguments], "nothing that a run of the simulator can show")
     assert not target.exists()
 
 
@@ -280,7 +278,7 @@ def test_weights_that_fit_nowhere_on_one_gpu_are_named_and_fixed_by_more_of_them
 
 
 def test_a_regression_scenario_needs_the_model(
-    left_behind: dict[str, list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    left_behind: dict[str, list[str]], refused: Refusals, tmp_path: Path
 ) -> None:
     message = tmp_path / "oom.txt"
     message.write_text(
@@ -288,8 +286,7 @@ def test_a_regression_scenario_needs_the_model(
         "Process 77 has 30.00 GiB memory in use. Including non-PyTorch memory, this process has 48.19 GiB memory in use. Of the "
         "allocated memory 47.50 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
     )
-    assert main(["diagnose", str(message), "--scenario-out", str(tmp_path / "regression.toml")]) == 2
-    assert "give --model and --gpu" in capsys.readouterr().err
+    refused(["diagnose", message, "--scenario-out", tmp_path / "regression.toml"], "give --model and --gpu")
 
 
 def test_a_healthy_run_has_no_cause(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -321,10 +318,9 @@ def test_a_double_release_is_caught_by_the_pool_and_named_by_the_diagnosis(
     assert not fails(Scenario.load(tmp_path / "regression.fixed.toml"))
 
 
-def test_weights_that_do_not_fit_are_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_do_not_fit_are_refused_before_anything_runs(refused: Refusals) -> None:
     flags = ("--model", "llama-3.1-70b", "--gpu", "h100-sxm-80gb", "--workload", "azure-conv")
-    assert main(["run", *flags]) == 2
-    assert "no memory is left for KV blocks" in capsys.readouterr().err
+    refused(["run", *flags], "no memory is left for KV blocks")
 
 
 # -- what a run says of its memory ---------------------------------------------------------------------------------------

@@ -36,6 +36,5 @@ def test_the_script_prints_the_table(data_dir, capsys):
     assert "right cause first" in capsys.readouterr().out
 
 
-def test_the_script_says_where_the_table_is_missing(tmp_path, capsys):
-    assert main([str(tmp_path / "none.csv")]) == 2
-    assert "KVTWIN_DATA" in capsys.readouterr().err
+def test_the_script_says_where_the_table_is_missing(tmp_path, refused):
+    refused([tmp_path / "none.csv"], "KVTWIN_DATA", by=main)

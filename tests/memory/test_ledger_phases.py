@@ -90,7 +90,7 @@ def test_flashinfer_asks_for_its_workspace_by_formula(
 
 def test_the_flashinfer_workspace_is_a_line_where_it_is_the_default_backend() -> None:
     assert build_ledger("llama-3.1-8b", "b200").line("kernel_workspaces").bytes == FLASHINFER_BUFFER_BYTES
-    assert not build_ledger("llama-3.1-8b", "h100").has_line("kernel_workspaces")
+    assert "kernel_workspaces" not in {line.name for line in build_ledger("llama-3.1-8b", "h100").lines}
 
 
 def test_split_kv_partials_are_an_output_and_a_log_sum_exp_a_row_and_head() -> None:

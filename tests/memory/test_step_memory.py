@@ -112,7 +112,7 @@ def test_what_is_left_for_steps_and_all_holdings_are_the_whole_device() -> None:
     parts = (held.tensors_bytes, held.private_bytes, held.kv_pool_bytes, held.stuck_bytes, held.pending_bytes)
     assert sum(parts) + held.non_torch_bytes + held.others_bytes + held.left_bytes == H100.total_bytes
     lines = ("peak_activation", "unused", "fragmentation", "outside_budget")
-    assert device.workspace_bytes == sum(LEDGER.line(name).bytes for name in lines if LEDGER.has_line(name))
+    assert device.workspace_bytes == sum(line.bytes for line in LEDGER.lines if line.name in lines)
     assert held.left_bytes == device.workspace_bytes - 6 * GIB // 4
 
 

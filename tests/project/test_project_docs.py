@@ -209,7 +209,7 @@ def flags_of_the_commands() -> dict[str, set[str]]:
     """Every long option, by command."""
     from typer.main import get_command
 
-    from experiments.commands import app
+    from experiments.cli import app
 
     def flags_of(command) -> set[str]:
         own = {
@@ -243,6 +243,15 @@ def test_every_key_of_the_results_is_defined():
     assert set(result.summary) - defined == set()
     assert set(result.requests.columns) - defined == set()
     assert set(result.timeline.columns) - defined == set()
+
+
+def test_every_key_of_a_scenario_is_documented():
+    from sim.scenario_tables import TABLE_OF_KEY
+
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    named = " ".join(re.findall(r"`([^`\n]+)`", text)).replace("-", "_")  # a flag is its key with dashes
+    set_somewhere = re.findall(r"^(\w+) = ", text, re.MULTILINE)  # in an example
+    assert set(TABLE_OF_KEY) - set(re.findall(r"[a-z]\w*", named)) - set(set_somewhere) == set()
 
 
 def test_every_trace_format_and_every_built_in_workload_is_documented():

@@ -9,9 +9,9 @@ import torch
 
 from gpu import MissingExtraError, Ops, Workspace, allocation_meter
 from gpu.kernels.block_rows import BlockRows
-from gpu.kernels.cases import Shape, paged_batch
 from gpu.kernels.sampling import SampleCall
 from gpu.layout import KVLayout
+from tests.support.paged_batches import Shape, paged_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 

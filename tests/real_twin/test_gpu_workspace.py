@@ -16,10 +16,10 @@ from gpu import (
     split_bytes,
 )
 from gpu.kernels.attention_twin import prefill_attention_twin
-from gpu.kernels.cases import Shape, paged_batch
 from gpu.kernels.sample_twin import sample_twin
 from gpu.metering import StorageMeter
 from gpu.workspace import WorkspaceFullError
+from tests.support.paged_batches import Shape, paged_batch
 
 
 def test_buffers_of_a_scope_are_given_back_and_the_high_water_mark_stays():

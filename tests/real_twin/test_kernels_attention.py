@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.kernels.attention_twin import decode_attention_twin, prefill_attention_twin
-from gpu.kernels.cases import Shape, paged_batch
+from tests.support.paged_batches import Shape, paged_batch
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # as attention_twin states them
 DECODE = "gpu.kernels.decode_attention:decode_attention"

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from gpu import KVLayout, PagedKVPool
 from gpu.check import ArgumentError
-from gpu.interpreter import InterpreterError
 from gpu.kernels.attention import DecodeCall
 from gpu.kernels.block_rows import BlockRows
 from gpu.kernels.blocks_twin import block_checksum_twin, move_blocks_twin, store_kv_twin
-from gpu.kernels.cases import Shape, empty_cache
 from gpu.kernels.launch import KVView
+from tests.support.interpreter import InterpreterError
+from tests.support.paged_batches import Shape, empty_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 STORE = "gpu.kernels.store_kv:store_kv"

@@ -12,10 +12,10 @@ from gpu import BlockMover, CpuBlockPool, KVLayout, Ops, PagedKVPool, SizeClassP
 from gpu.kernels.attention_twin import decode_attention_twin, prefill_attention_twin
 from gpu.kernels.block_rows import BlockRows
 from gpu.kernels.blocks_twin import block_checksum_twin, store_kv_twin
-from gpu.kernels.cases import Shape, empty_cache, paged_batch
 from gpu.kernels.elementwise_twin import rms_norm_twin, rope_twin, silu_mul_twin
 from gpu.kernels.sample_twin import sample_twin
 from gpu.kernels.sampling import SampleCall
+from tests.support.paged_batches import Shape, empty_cache, paged_batch
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # as attention_twin states them

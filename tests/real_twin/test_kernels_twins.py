@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.kernels.attention_twin import decode_attention_twin, prefill_attention_twin
-from gpu.kernels.cases import Shape, paged_batch
 from gpu.kernels.elementwise_twin import rms_norm_twin, rope_twin, silu_mul_twin
 from gpu.kernels.sample_twin import sample_twin
 from gpu.kernels.sampling import BrokenLogitsError, SampleCall, check_tokens
+from tests.support.paged_batches import Shape, paged_batch
 
 
 def dense(batch, seq, query, stands):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from experiments.validation import SCENARIOS, check_cell, reference_answers, replay, run_for_real
 from experiments.validation.scenarios import BLOCK_SIZE, MAX_MODEL_LEN, SmallScenario
-from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from experiments.validation.worlds import changed_answers, first_difference, preset
 from gpu.plan_moves import PlanMoves
 from gpu.pool import PoisonedReadError
 from sim.catalog.models import model_shape
@@ -24,6 +24,7 @@ from sim.core.config import EngineConfig
 from sim.core.forking import Forking
 from sim.core.policies import PRESETS
 from sim.core.request import RequestSpec, samples
+from tests.support.scenarios import with_engine
 from tests.support.steady_timer import SteadyTimer
 
 SHAPE = model_shape("tiny-llama-test")

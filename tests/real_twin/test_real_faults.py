@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
-from experiments.validation.worlds import changed_answers, preset, with_engine
+from experiments.validation.worlds import changed_answers, preset
 from gpu.cpu_moves import ChangedBlockError, CpuMoves
 from gpu.fences import FenceError
 from gpu.group_rows import slots_of
@@ -15,6 +15,7 @@ from gpu.pool import PoisonedReadError
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.request import Outcome
+from tests.support.scenarios import with_engine
 from tests.support.tampered import tampering
 
 pytestmark = pytest.mark.usefixtures("steady_time")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
-from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from experiments.validation.worlds import changed_answers, first_difference, preset
+from tests.support.scenarios import with_engine
 from tests.support.steady_timer import SteadyTimer
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from experiments.validation import SCENARIOS, check_cell, reference_answers, replay, run_for_real
 from experiments.validation.scenario_kinds import ANY_GPU, BLOCK_SIZE, HYBRID, MAX_MODEL_LEN, windowed
 from experiments.validation.scenarios import SmallScenario
-from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from experiments.validation.worlds import changed_answers, first_difference, preset
 from sim.assembly import core_groups
 from sim.catalog.models import model_shape
 from sim.core.config import AttentionGroup, EngineConfig
@@ -24,6 +24,7 @@ from sim.core.forking import Forking
 from sim.core.policies import PRESETS
 from sim.core.request import RequestSpec, samples
 from sim.memory import build_ledger
+from tests.support.scenarios import with_engine
 
 
 def groups_of(shape) -> tuple[AttentionGroup, ...]:

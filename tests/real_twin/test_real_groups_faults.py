@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
-from experiments.validation.worlds import Recorded, changed_answers, preset, with_engine
+from experiments.validation.worlds import Recorded, changed_answers, preset
 from gpu.cpu_moves import CpuMoves
 from gpu.layout import KVLayout
 from gpu.ops import Ops
@@ -19,6 +19,7 @@ from sim.core.blocks import BlockPool, DoubleFreeError, IntegrityError
 from sim.core.config import AttentionGroup, EngineConfig
 from sim.core.groups import tables_of
 from sim.core.plan import ScheduledRequest, StepPlan
+from tests.support.scenarios import with_engine
 from tests.support.tampered import tampering
 
 

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
-from experiments.validation.worlds import Recorded, changed_answers, first_difference, preset, with_engine
+from experiments.validation.worlds import Recorded, changed_answers, first_difference, preset
 from gpu.readings import StepReading
 from sim.core.request import Outcome, RequestSpec
+from tests.support.scenarios import with_engine
 
 BASE = with_engine(SCENARIOS["pressure-1"], num_cpu_blocks=16)
 BASE = replace(BASE, requests=tuple(replace(spec, priority=1) for spec in BASE.requests))

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
-from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from experiments.validation.worlds import changed_answers, first_difference, preset
 from gpu.batch import Sampling
 from gpu.metering import CpuOutOfMemoryError, allocation_meter
 from gpu.out_of_memory import oom_report
@@ -22,6 +22,7 @@ from sim.core.clock import to_fs
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.request import Outcome, RequestSpec
+from tests.support.scenarios import with_engine
 
 pytestmark = pytest.mark.usefixtures("steady_time")
 

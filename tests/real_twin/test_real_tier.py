@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
 from experiments.validation.scenarios import BLOCK_SIZE, MAX_MODEL_LEN, SmallScenario
-from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from experiments.validation.worlds import changed_answers, first_difference, preset
 from gpu.cpu_moves import CpuMoves
 from gpu.pool import PoisonedReadError
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
 from sim.core.request import RequestSpec
+from tests.support.scenarios import with_engine
 from tests.support.steady_timer import SteadyTimer
 
 SHAPE = model_shape("tiny-llama-test")

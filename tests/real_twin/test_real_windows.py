@@ -11,7 +11,7 @@ import pytest
 
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.scenario_kinds import ANY_GPU, BLOCK_SIZE, HYBRID, MAX_MODEL_LEN, windowed
-from experiments.validation.worlds import changed_answers, preset, with_engine
+from experiments.validation.worlds import changed_answers, preset
 from gpu.metering import allocation_meter
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
@@ -23,6 +23,7 @@ from sim.core.engine import EngineCore
 from sim.core.plan import ScheduledRequest, StepPlan
 from sim.core.request import RequestSpec
 from sim.memory import build_ledger
+from tests.support.scenarios import with_engine
 
 
 def groups_of(shape) -> tuple[AttentionGroup, ...]:

@@ -1,31 +1,13 @@
 """The one-file report."""
 
-import html.parser
 import json
 import re
 
 import pytest
 
 from sim.results.result import Result
+from tests.support.pages import Page, loads_nothing
 from tests.support.results import ACCOUNT, GIB, Account, Line, good, make, printed, request, step
-
-
-class Page(html.parser.HTMLParser):
-    """Elements, text and the addresses a page would load."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.loads, self.text, self.tags, self.ids = [], [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        found = dict(attrs)
-        self.ids.append(found.get("id"))
-        self.loads += [value for name, value in found.items() if name in ("src", "href", "srcset", "action")]
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 def page_of(result, tmp_path):
@@ -48,10 +30,7 @@ def test_the_report_embeds_plotly_once_and_loads_nothing(tmp_path):
 
     page = page_of(good(), tmp_path)
     assert page.count(get_plotlyjs()) == 1
-    parsed = Page(page)
-    assert parsed.loads == []
-    assert "link" not in parsed.tags
-    assert "default-src 'none'" in page
+    assert loads_nothing(page)
     assert len(page) - len(get_plotlyjs()) < 200_000
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sim.results.statistics import mean_interval, mser5, paired_difference, percentile, queue_grows
+from sim.results.statistics import mean_interval, paired_difference, percentile, queue_grows
 
 
 def test_percentile_interpolates_linearly_between_order_statistics():
@@ -100,30 +100,6 @@ def test_a_difference_that_never_varies_is_still_a_difference():
 def test_pairs_must_be_pairs():
     with pytest.raises(ValueError, match="not 2 and 3"):
         paired_difference([1.0, 2.0], [1.0, 2.0, 3.0])
-
-
-def test_mser5_cuts_exactly_the_transient_of_a_step():
-    series = [100.0] * 50 + [1.0, 2.0, 3.0, 4.0, 5.0] * 40
-    assert mser5(series) == 50
-
-
-def test_mser5_agrees_with_its_definition_term_by_term():
-    rng = np.random.default_rng(3)
-    series = rng.normal(10, 1, 503) + 30 * np.exp(-np.arange(503) / 25)
-    means = series[:500].reshape(100, 5).mean(axis=1)
-    statistic = [np.sum((means[d:] - means[d:].mean()) ** 2) / (100 - d) ** 2 for d in range(95)]
-    assert mser5(list(series)) == 5 * int(np.argmin(statistic))
-
-
-def test_mser5_keeps_everything_when_there_is_no_transient():
-    assert mser5([4.0] * 100) == 0
-    assert mser5([1.0, 3.0] * 200) == 0
-
-
-def test_mser5_says_too_short_when_the_series_is_still_moving_in_its_second_half():
-    assert mser5([float(value) for value in range(200)]) is None
-    assert mser5([100.0] * 130 + [1.0] * 70) is None
-    assert mser5([1.0] * 49) is None
 
 
 def _single_server_queue(utilisation, rng, jobs=4000):

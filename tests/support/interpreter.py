@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from .require import require
+from gpu.require import require
 
 
 class InterpreterError(RuntimeError):
@@ -31,10 +31,10 @@ class Interpreter:
 
     def __init__(self) -> None:
         require("triton", "Triton's interpreter")
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "gpu.interpreter"],
+            [sys.executable, "-W", "ignore", "-m", "tests.support.interpreter"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},

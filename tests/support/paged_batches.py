@@ -1,4 +1,4 @@
-"""Random batches on a paged cache: for proofs against the twins, on any device, and for measurements.
+"""Random batches on a paged cache: for proofs against the twins, on any device.
 
 Whatever no sequence may read is NaN: slots behind a sequence's last token, blocks nobody owns, NO_BLOCK, and the blocks that
 slid out of a window, whose table entries are NO_BLOCK as the core leaves them. An answer without NaN has read nothing else.
@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 
-from .attention import DecodeCall, PrefillCall
-from .blocks_twin import store_kv_twin
-from .launch import E4M3, KVView
+from gpu.kernels.attention import DecodeCall, PrefillCall
+from gpu.kernels.blocks_twin import store_kv_twin
+from gpu.kernels.launch import E4M3, KVView
 
 Scaling = Literal["none", "static", "per_token_head"]
 

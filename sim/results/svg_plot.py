@@ -1,30 +1,36 @@
-"""Line plots as SVG, for pages that need neither scripts nor a library.
+"""Lines and points over two axes as SVG, for pages that need neither scripts nor a library.
 
-Long series are drawn with the lowest and the highest value of each column of pixels: an average would hide the peak at which memory
+Long lines are drawn with the lowest and the highest value of each column of pixels: an average would hide the peak at which memory
 ran out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from .report_layout import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
 
 WIDTH, HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 40
 _COLUMNS = 400
 """Columns of a plot; a series is drawn with at most four points in each."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#AA4499", "#56B4E9")
-"""Okabe and Ito's, which stay apart for colour-blind readers."""
+COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
+"""Of the series that name none, in their order."""
+
+
+Range = tuple[float, float]
+"""The two ends of an axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """One line of a plot, or a cloud of points."""
 
-    name: str
-    """For the legend."""
+    name: str = ""
+    """For the legend; a series without a name is not in it."""
     x: Sequence[float]
     y: Sequence[float]
     """As long as `x`."""
@@ -33,33 +39,62 @@ class Series:
     steps: bool = False
     """A value holds until the next one."""
     dashed: bool = False
+    colour: str = ""
+    """Empty: the next of `COLOURS`."""
 
 
-def line_plot(title: str, series: Sequence[Series], *, x_label: str, y_label: str, from_zero: bool = True) -> str:
-    """The plot as a `<figure>` with its title and legend; empty when no series has a point. `from_zero`: the y axis begins at 0."""
+def plot(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = True,
+    x_range: Range | None = None,
+    y_range: Range | None = None,
+    log_x: bool = False,
+) -> str:
+    """The plot as a `<figure>` with its title and legend; empty when no series has a point.
+
+    The axes span what is drawn, y with 0 where `from_zero`; plots that are to be compared are given the same ranges. With `log_x`
+    every x is above 0.
+    """
     drawn = [one for one in series if len(one.x)]
     if not drawn:
         return ""
-    low_x = min(min(one.x) for one in drawn)
-    high_x = max(max(one.x) for one in drawn)
-    high_y = max(max(one.y) for one in drawn)
-    low_y = min(min(one.y) for one in drawn)
-    low_y = min(0.0, low_y) if from_zero else low_y - 0.05 * (high_y - low_y)
-    plot = _Plane(low_x, high_x if high_x > low_x else low_x + 1.0, low_y, high_y if high_y > low_y else low_y + 1.0)
-    body = [*plot.grid(x_label, y_label)]
+    low_x, high_x = x_range or span(one.x for one in drawn)
+    low_y, high_y = y_range or span(one.y for one in drawn)
+    if y_range is None:
+        low_y, high_y = (min(0.0, low_y), max(0.0, high_y)) if from_zero else (low_y - 0.05 * (high_y - low_y), high_y)
+    plane = _Plane(
+        low_x,
+        high_x if high_x > low_x else low_x + max(1.0, abs(low_x)),
+        low_y,
+        high_y if high_y > low_y else low_y + 1.0,
+        log_x,
+    )
+    body = [*plane.grid(x_label, y_label)]
     legend = []
     for number, one in enumerate(drawn):
-        colour = COLOURS[number % len(COLOURS)]
-        body.append(plot.dots(one, colour) if one.dots else plot.line(one, colour))
+        colour = one.colour or COLOURS[number % len(COLOURS)]
+        body.append(plane.dots(one, colour) if one.dots else plane.line(one, colour))
         mark = "●" if one.dots else "╌" if one.dashed else "—"
-        legend.append(
-            f'<span style="white-space:nowrap"><span style="color:{colour}">{mark}</span> {escape(one.name)}</span>'
-        )
+        if one.name:
+            legend.append(
+                f'<span style="white-space:nowrap"><span style="color:{colour}">{mark}</span> {escape(one.name)}</span>'
+            )
+    names = f'<br/><span class="soft">{" &ensp; ".join(legend)}</span>' if legend else ""
     return (
         f'<figure style="margin:0"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" '
         f'style="width:100%;font:11px system-ui,sans-serif">{"".join(body)}</svg>'
-        f'<figcaption class="small"><b>{escape(title)}</b><br/><span class="soft">{" &ensp; ".join(legend)}</span></figcaption></figure>'
+        f'<figcaption class="small"><b>{escape(title)}</b>{names}</figcaption></figure>'
     )
+
+
+def span(columns: Iterable[Sequence[float]]) -> Range:
+    """The lowest and the highest value of all columns; 0 to 0 when all are empty."""
+    found = [(min(column), max(column)) for column in columns if len(column)]
+    return min((low for low, _ in found), default=0.0), max((high for _, high in found), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +105,13 @@ class _Plane:
     high_x: float
     low_y: float
     high_y: float
+    log_x: bool
 
     def x(self, value: float) -> float:
-        return _LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (WIDTH - _LEFT - _RIGHT)
+        low, high = self.low_x, self.high_x
+        if self.log_x:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        return _LEFT + (value - low) / (high - low) * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         return HEIGHT - _BOTTOM - (value - self.low_y) / (self.high_y - self.low_y) * (HEIGHT - _TOP - _BOTTOM)
@@ -82,9 +121,9 @@ class _Plane:
         for tick in ticks(self.low_y, self.high_y):
             at = self.y(tick)
             parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e3e8ef"/>')
-            parts.append(_text(f"{tick:,g}", _LEFT - 6, at + 4, "end"))
-        for tick in ticks(self.low_x, self.high_x):
-            parts.append(_text(f"{tick:,g}", self.x(tick), HEIGHT - _BOTTOM + 15, "middle"))
+            parts.append(_text(tick_text(tick), _LEFT - 6, at + 4, "end"))
+        for tick in (log_ticks if self.log_x else ticks)(self.low_x, self.high_x):
+            parts.append(_text(tick_text(tick), self.x(tick), HEIGHT - _BOTTOM + 15, "middle"))
         parts.append(_text(x_label, (WIDTH + _LEFT) / 2, HEIGHT - 8, "middle"))
         middle = (HEIGHT - _BOTTOM + _TOP) / 2
         parts.append(
@@ -124,6 +163,30 @@ def ticks(low: float, high: float) -> list[float]:
     step = next(scale * head for head in (1, 2, 5, 10) if scale * head >= rough)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round values from `low` to `high` for a logarithmic axis: powers of ten, with 2 and 5 of each where there is room.
+
+    >>> log_ticks(3, 256)
+    [5.0, 10.0, 20.0, 50.0, 100.0, 200.0]
+    """
+    heads = (1, 2, 5) if high / low < 1e3 else (1,)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [head * 10.0**decade for decade in decades for head in heads if low <= head * 10.0**decade <= high]
+    return found if len(found) > 1 else [tick for tick in ticks(low, high) if tick > 0]
+
+
+def tick_text(value: float) -> str:
+    """A number beside an axis, from a million on with M or G.
+
+    >>> tick_text(2500), tick_text(2.5e9)
+    ('2,500', '2.5G')
+    """
+    for scale, letter in ((1e9, "G"), (1e6, "M")):
+        if abs(value) >= scale:
+            return f"{value / scale:,g}{letter}"
+    return f"{value:,g}"
 
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
