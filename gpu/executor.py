@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sim.core.durations import Durations
-from sim.core.plan import OomReport, ScheduledRequest, StepPlan, StepResult
+from sim.core.plan import OomReport, ScheduledRequest, StepPlan, StepResult, Untold
 from sim.core.tables import BlockTables
 
 from .cpu_moves import CpuMoves
@@ -77,8 +77,7 @@ class TorchExecutor:
         durations: list[int] = []
         sampled: dict[str, list[int]] = {}
         report: OomReport | None = None
-        for child, source, _ in plan.forks:
-            self.forward.tokens.fork(child, source)
+        self._fork_tokens(plan.forks)
         if not plan.shape.num_tokens:
             return self._only_moves(plan)
         first = plan.scheduled(0)
@@ -94,9 +93,16 @@ class TorchExecutor:
             oom=report,
         )
 
-    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """The run is over: `releases` are those that no plan has told. Afterwards `leaked_blocks` is 0, or something leaked."""
-        self._moves.close(releases)
+    def close(self, untold: Untold) -> None:
+        """The run is over, and this is what became of blocks and sequences after its latest plan. Afterwards `leaked_blocks` is 0, or
+        something leaked.
+
+        Raises:
+            IntegrityError: a buffer of the host or the device was not given back.
+        """
+        self._fork_tokens(untold.forks)
+        self._moves.close(untold)
+        self.model.ops.staging.check_returned("the end of the run")
 
     @property
     def leaked_blocks(self) -> int:
@@ -126,6 +132,10 @@ class TorchExecutor:
             },
             "blocks": {"allocated": counters.allocated_blocks, "quarantined": counters.quarantined_blocks, "free": counters.free_blocks},
         }  # fmt: skip
+
+    def _fork_tokens(self, forks: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+        for child, source, _ in forks:
+            self.forward.tokens.fork(child, source)
 
     def _steps_inside(self, scheduled: Sequence[ScheduledRequest]) -> int:
         """How many steps of a stretch of decodes there are before somebody's next token lies in a block that it does not have yet."""
@@ -179,6 +189,8 @@ class TorchExecutor:
         durations.append(self._timer.stop_fs())
         self.pool.end_step()
         self._moves.cpu.catch_up()
+        if self.pool.checked:
+            self.model.ops.staging.check_returned(f"the end of step {step}")
         self.steps += 1
         self.split_steps += self.forward.num_passes > 1
         if report is not None:

@@ -155,11 +155,13 @@ class ForwardPass:
         names = list(batch.sampled)
         if not names:
             return {}
+        drawn = self.model.ops.staging.read("sampled tokens", batch.tokens_out[: len(names)])
         try:
-            return dict(zip(names, check_tokens(batch.tokens_out[: len(names)], names), strict=True))
+            check_tokens(drawn, names)
         except BrokenLogitsError:
             self._name_culprit(work)
             raise
+        return dict(zip(names, drawn, strict=True))
 
     def _check_written(self, work: Sequence[Work]) -> None:
         """Verify that the step stored the KV of all its tokens where their tables say. A chunk that samples nothing would

@@ -8,6 +8,7 @@ and says which block, which owner and which step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ class PagedKVPool:
         self.device = torch.device(device)
         self.checked = checked
         """Poison what holds nothing, refuse early reuse, verify owners."""
+        self._budget = budget
         self.clock = StepClock()
         self.tags = OwnerTags(num_blocks)
         arena_bytes = layout.arena_bytes(num_blocks)
@@ -155,6 +157,10 @@ class PagedKVPool:
         for block_id in block_ids:
             self.rows.strided[block_id].fill_(-1)
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Inside, what is allocated does not count against the device's limit."""
+        return nullcontext() if self._budget is None else self._budget.beside()
+
     # -- checking -------------------------------------------------------------------------------------------------
 
     def check_read(self, owner: str, block_table: Sequence[int]) -> None:
@@ -186,7 +192,8 @@ class PagedKVPool:
             block_id = block_table[index]
             low, high = max(first_token - index * size, 0), min(num_tokens - index * size, size)
             for place, layer in places:
-                tokens = _broken_tokens(self._layers[place], block_id, low, high)
+                with self.beside():
+                    tokens = _broken_tokens(self._layers[place], block_id, low, high)
                 if tokens:
                     released = self.tags.last_release(block_id)
                     what = "NO_BLOCK, which holds nothing," if block_id == NO_BLOCK else f"block {block_id}"

@@ -68,7 +68,7 @@ def test_b21_what_slid_out_of_a_window_costs_nothing():
     while driver.core.num_unfinished:
         driver.step()
         held.append(driver.executor.pool.tags.num_held)
-    driver.executor.close(driver.core.pending_releases)
+    driver.executor.close(driver.core.untold)
     assert max(held[5:]) <= 8 // 4 + 2
     assert driver.right_answers()
 

@@ -130,8 +130,8 @@ class OnASlowBus:
         self.mover.poll()
         return self.inner.execute(plan)
 
-    def close(self, releases):
-        self.inner.close(releases)
+    def close(self, untold):
+        self.inner.close(untold)
 
 
 def test_a_copy_that_has_not_arrived_is_waited_for():

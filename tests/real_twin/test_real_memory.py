@@ -230,7 +230,7 @@ def test_the_memory_curve_is_flat_after_the_run():
     core, executor, step = decoding_engine(readings)
     while core.num_unfinished:
         step(max_repeat=64)
-    executor.close(core.pending_releases)
+    executor.close(core.untold)
     assert executor.leaked_blocks == 0
     assert executor.workspace.high_water_bytes <= executor.workspace.num_bytes
     assert executor.report()["blocks"] == {"allocated": 0, "quarantined": 0, "free": 80}
