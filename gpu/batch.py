@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
-from sim.core.blocks import NO_BLOCK
-
-from .group_rows import GroupParts, GroupRows, slots_of
-from .packing import Packing
+from .batch_parts import BatchParts
+from .group_rows import GroupRows
 from .staging import Staging
 
 
@@ -93,28 +91,9 @@ class StepBatch:
     """`[num_sampled]` int64; written by sampling."""
 
 
-class _Parts:
-    """The packing of one batch."""
-
-    def __init__(
-        self, *, num_tokens: int, num_seqs: int, num_chunks: int, num_sampled: int, width: int, num_groups: int
-    ) -> None:
-        packing = self.packing = Packing()
-        self.token_ids, self.positions = (packing.part(num_tokens, torch.int64) for _ in range(2))
-        self.query_starts = packing.part(num_chunks + 1, torch.int32)
-        self.sample_rows = packing.part(num_sampled, torch.int64)
-        self.top_k = packing.part(num_sampled, torch.int32)
-        self.temperature, self.top_p, self.uniform = (packing.part(num_sampled, torch.float32) for _ in range(3))
-        self.groups = [
-            GroupParts(packing, num_tokens=num_tokens, num_seqs=num_seqs, width=width) for _ in range(num_groups)
-        ]
-        self.sent_bytes = packing.num_bytes
-        self.tokens_out = packing.part(num_sampled, torch.int64)  # the device writes it
-
-
 def input_bytes(*, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int = 1) -> int:
     """Bytes that `BatchBuffers` with these limits take on the device."""
-    widest = _Parts(
+    widest = BatchParts(
         num_tokens=max_tokens,
         num_seqs=max_seqs,
         num_chunks=max_seqs,
@@ -147,6 +126,11 @@ class BatchBuffers:
         """`[num_bytes]` uint8 on the device: a pass's input and, behind it, what it samples."""
         self._staging.host.warm(size)
 
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes of all buffers on the device, and on the host."""
+        return int(self.memory.numel()) + self._staging.on_device.reserved_bytes, self._staging.host.reserved_bytes
+
     def fill(
         self,
         work: Sequence[Work],
@@ -171,13 +155,13 @@ class BatchBuffers:
         order = sorted(work, key=lambda item: item.num_tokens > 1)  # stable: running order is kept among equals
         sampled = tuple(item.name for item in order if item.samples)
         num_decodes = sum(item.num_tokens == 1 for item in order)
-        parts = self._parts(order, num_decodes, len(sampled), pad_to)
+        parts = self._room_for(order, num_decodes, len(sampled), pad_to)
         with self._staging.sending("step input", self.memory[: parts.sent_bytes]) as address:
             parts.packing.open(address)
-            rows = _write_sequences(parts, order, num_decodes, block_size)
-            _write_sampling(parts, rows, sampling, [drawn.get(name, 0.0) for name in sampled])
+            rows = parts.put(order, num_decodes, block_size)
+            parts.put_sampling(rows, sampling, [drawn.get(name, 0.0) for name in sampled])
             if pad_to is not None:
-                _pad(parts, len(order), pad_to)
+                parts.pad(len(order), pad_to)
         return StepBatch(
             names=tuple(item.name for item in order),
             sampled=sampled,
@@ -194,7 +178,7 @@ class BatchBuffers:
             tokens_out=parts.tokens_out.on(self.memory),
         )
 
-    def _parts(self, order: Sequence[Work], num_decodes: int, num_sampled: int, pad_to: int | None) -> _Parts:
+    def _room_for(self, order: Sequence[Work], num_decodes: int, num_sampled: int, pad_to: int | None) -> BatchParts:
         """The packing of a batch. Raises ValueError for one that there is no room for."""
         num_tokens, num_seqs = sum(item.num_tokens for item in order), len(order)
         width = max(1, *(len(table) for item in order for table in item.tables)) if pad_to is None else self.max_blocks
@@ -205,7 +189,7 @@ class BatchBuffers:
                 f"a step of {num_tokens} tokens, {num_seqs} sequences and {width} blocks a table does not fit buffers "
                 f"for {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
             )
-        return _Parts(
+        return BatchParts(
             num_tokens=num_tokens,
             num_seqs=num_seqs,
             num_chunks=num_seqs - num_decodes,
@@ -213,43 +197,3 @@ class BatchBuffers:
             width=width,
             num_groups=self._num_groups,
         )
-
-
-def _write_sequences(parts: _Parts, order: Sequence[Work], num_decodes: int, block_size: int) -> list[int]:
-    """Fill in what each sequence computes; returns the rows from which tokens are sampled."""
-    parts.query_starts.cells[0] = row = 0
-    rows: list[int] = []
-    for index, item in enumerate(order):
-        end, last = row + item.num_tokens, item.context_tokens + item.num_tokens
-        parts.token_ids.cells[row:end] = item.token_ids
-        parts.positions.cells[row:end] = range(item.context_tokens, last)
-        for group, table in zip(parts.groups, item.tables, strict=True):
-            slots = slots_of(item.name, table, item.context_tokens, last, block_size)
-            group.put(index, row, slots, table, last - table.count(NO_BLOCK) * block_size)
-        if index >= num_decodes:
-            parts.query_starts.cells[index - num_decodes + 1] = end - num_decodes
-        if item.samples:
-            rows.append(end - 1)
-        row = end
-    return rows
-
-
-def _write_sampling(parts: _Parts, rows: Sequence[int], sampling: Sampling, uniform: Sequence[float]) -> None:
-    """Fill in how tokens are chosen."""
-    count = len(rows)
-    parts.sample_rows.cells[:count] = rows
-    parts.temperature.cells[:count] = [sampling.temperature] * count
-    parts.top_k.cells[:count] = [sampling.top_k] * count
-    parts.top_p.cells[:count] = [sampling.top_p] * count
-    parts.uniform.cells[:count] = uniform
-
-
-def _pad(parts: _Parts, first: int, end: int) -> None:
-    """Rows `[first, end)` of a decode batch are nobody's: token 0 at position 0, without KV."""
-    rows = end - first
-    for part in (parts.token_ids, parts.positions, parts.temperature, parts.top_k, parts.uniform):
-        part.cells[first:end] = [0] * rows
-    for group in parts.groups:
-        group.pad(first)
-    parts.sample_rows.cells[first:end] = range(first, end)
-    parts.top_p.cells[first:end] = [1.0] * rows

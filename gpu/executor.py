@@ -69,7 +69,7 @@ class TorchExecutor:
         The world may cut a stretch after the fact. Steps that were run and do not count have written only behind the
         contexts of requests that hold the block; a block of a later step may still be somebody's cached prefix, so the
         stretch ends before it is needed, and the core plans again. For the same reason what slides out of a window meanwhile
-        stays in the tables, unread, until the next plan says that it did.
+        stays in the tables, unread, until the next plan says that it did; readings do not count it.
 
         Raises:
             PoisonedReadError, ForeignReadError, DoubleFreeError, FenceError, IntegrityError: the plan, or this device, is at fault.
@@ -246,7 +246,7 @@ class TorchExecutor:
             num_seqs=len(scheduled),
             decode_seqs=len(scheduled) - prefills,
             kv_tokens=sum(self._kv_tokens.values()),
-            allocated_blocks=self.pool.tags.num_held,
+            allocated_blocks=self.pool.tags.num_held - self._moves.num_passed(scheduled),
             workspace_bytes=self.workspace.step_high_water_bytes,
             served_by=self.forward.served_by,
             oom=oom,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 from sim.core.blocks import NO_BLOCK, BlockPool, IntegrityError
-from sim.core.need import blocks_for
+from sim.core.need import blocks_for, skipped_blocks
 from sim.core.plan import ScheduledRequest, StepPlan, Untold
 from sim.core.tables import BlockTables
 
@@ -69,6 +69,18 @@ class PlanMoves:
     def holders(self) -> Collection[str]:
         """Requests that hold blocks here."""
         return self._held.keys()
+
+    def num_passed(self, scheduled: Sequence[ScheduledRequest]) -> int:
+        """Blocks that slid out of the windows of all who hold them by the step that is scheduled so, and that the next plan will give back:
+        in a later step of a stretch the core does not count them any more.
+        """
+        passed: dict[int, set[str]] = {}
+        for request in scheduled:
+            for own, table in zip(self._tables.groups, _tables(request), strict=True):
+                for block in table[: skipped_blocks(request.context_tokens, own.block_size, own.window)]:
+                    if block != NO_BLOCK:
+                        passed.setdefault(block, set()).add(request.request_id)
+        return sum(names == set(self._pool.tags.holders(block)) for block, names in passed.items())
 
     # -- plans ----------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,8 @@ def test_a_leak_on_abort_is_named():
         return replace(plan, releases=tuple(entry for entry in plan.releases if entry[0] not in lost[:1]))
 
     with pytest.raises(
-        IntegrityError, match=r"blocks differ: block \d+ is held by (r\d) on the device and by nobody in the tables"
+        IntegrityError,
+        match=r"blocks differ: block \d+ is held by (r\d) \(since step \d+\) on the device and by nobody in the tables",
     ):
         run_for_real(scenario, preset("vllm-v1"), wrap=tampering(forget))
     assert lost
@@ -93,7 +94,7 @@ def test_a_wrong_slot_is_named(monkeypatch):
             slots[-1] = slots[-1] - 1 if slots[-1] % block_size else slots[-1] + 1
         return slots
 
-    monkeypatch.setattr("gpu.batch.slots_of", one_off)
+    monkeypatch.setattr("gpu.batch_parts.slots_of", one_off)
     with pytest.raises(
         PoisonedReadError, match=r"^r3 reads block \d+ at step \d+: token \d+ of its table is NaN in layer 0"
     ):
