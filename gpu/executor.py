@@ -113,6 +113,7 @@ class TorchExecutor:
     def report(self) -> dict[str, Any]:
         """What ran, as JSON values: device, kernels and fallbacks, graphs, counts, bytes by ledger line."""
         counters, graphs = self.pool.counters(), self.forward.graphs
+        buffers, staging = self.forward.buffers.held_bytes
         return {
             **self.model.ops.report(),
             "graphs": None if graphs is None else graphs.report(),
@@ -129,6 +130,8 @@ class TorchExecutor:
                 "kv_cache": counters.reserved_bytes,
                 "workspace": self.workspace.num_bytes,
                 "workspace_high_water": self.workspace.high_water_bytes,
+                "buffers": buffers,
+                "staging": staging,
             },
             "blocks": {"allocated": counters.allocated_blocks, "quarantined": counters.quarantined_blocks, "free": counters.free_blocks},
         }  # fmt: skip
