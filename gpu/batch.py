@@ -1,12 +1,12 @@
 """StepBatch: the work of one pass as tensors, in memory that is taken once.
 
-Rows are tokens: first one of each decoding sequence, then the chunks of the others, sequence after sequence. The host writes them through plain
-C arrays, so that a step makes no tensor and no allocator call.
+Rows are tokens: first one of each decoding sequence, then the chunks of the others, sequence after sequence. The host writes them through
+plain C arrays, so that a step makes no tensor and no allocator call.
 
 On the host a pass is written into a leased buffer (`Staging`), as large as the batch wants it, because the device may still be copying
-the last one. On the device there is one piece of memory for the input and the sampled tokens of all passes, into which each is packed from the
-start: the next pass's copy is ordered after the kernels that read this one's, a captured graph needs the same addresses each time, and
-leases in powers of two for every size would take up to four times as much of what the KV pool could have.
+the last one. On the device there is one piece of memory for the input and the sampled tokens of all passes, into which each is packed
+from the start: the next pass's copy is ordered after the kernels that read this one's, a captured graph needs the same addresses each
+time, and leases in powers of two for every size would take up to four times as much of what the KV pool could have.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BatchBuffers:
         num_groups: int = 1,
         staging: Staging | None = None,
     ) -> None:
-        """`max_blocks` is the length of the longest block table, `num_groups` how many of them a sequence has; `staging` is that of `device`."""
+        """`max_blocks` is the length of the longest block table, `num_groups` how many a sequence has; `staging` is the device's."""
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
         self._num_groups = num_groups
         self._staging = Staging(device) if staging is None else staging

@@ -1,7 +1,8 @@
 """SizeClassPool: buffers that outlive a step's scopes, in powers of two, kept when they are given back.
 
-What lies in the `Workspace` is gone when its scope is left. A buffer that a copy still reads, or that another stream was told of, may not be:
-it is given back behind a fence, and leased again when the fence has passed. Meanwhile whoever needs one takes another, so nobody waits.
+What lies in the `Workspace` is gone when its scope is left. A buffer that a copy still reads, or that another stream was told of, may
+not be: it is given back behind a fence, and leased again when the fence has passed. Meanwhile whoever needs one takes another, so nobody
+waits.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class SizeClassPool:
         return buffer
 
     def give_back(self, buffer: Buffer, fence: Fence | None = None) -> None:
-        """Take a lease back. Its tensor must not be used any more, but by work before `fence`: until that has passed nobody gets the buffer.
+        """Take a lease back. Its tensor must not be used any more, but by work before `fence`: until that has passed nobody gets it.
 
         Raises:
             ValueError: it was given back before.

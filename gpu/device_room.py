@@ -37,8 +37,8 @@ class DeviceRoom:
             self.budget.reserve(name, num_bytes)
 
     def workspace(self, wanted: int, *, given: bool) -> Workspace:
-        """A workspace of `wanted` bytes. Under a limit it gets no more than is left, as on a GPU whose steps need more than is: one that does not
-        fit is taken back. A size that was `given` is not lowered.
+        """A workspace of `wanted` bytes. Under a limit it gets no more than is left, as on a GPU: a step that needs more is taken
+        back. A size that was `given` is not lowered.
 
         Raises:
             OutOfMemoryError: nothing is left, or less than was given.

@@ -52,8 +52,8 @@ class Record:
 
 
 class Ops:
-    """Operations on one device. Arguments and results are those of the kernel's module; nothing is kept but the record, and the buffers through
-    which the host tells kernels what to work on.
+    """Operations on one device. Arguments and results are those of the kernel's module; nothing is kept but the record, and the buffers
+    through which the host tells kernels what to work on.
     """
 
     def __init__(

@@ -34,7 +34,9 @@ class OwnerTags:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._holders: dict[int, dict[str, int]] = {}  # by block: who holds it, and the step in which it came to hold it
+        self._holders: dict[
+            int, dict[str, int]
+        ] = {}  # by block: who holds it, and the step in which it came to hold it
         self._blocks: dict[str, set[int]] = {}
         self._quarantine: dict[int, Fence] = {}
         self._released: dict[int, Released] = {}

@@ -82,8 +82,8 @@ class MemoryReader(Protocol):
 
 
 class CpuMemoryReader:
-    """Adds up storages. `tensors` are the long-lived ones beside pool, workspace and buffers, weights included; `buffers` tells the bytes of
-    those on the device and on the host.
+    """Adds up storages. `tensors` are the long-lived ones beside pool, workspace and buffers, weights included; `buffers` tells the bytes
+    of those on the device and on the host.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 
 from sim.catalog.dtypes import dtype_name
 from sim.catalog.models import MODELS
-from sim.core.config import ConfigError, EngineConfig
+from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.groups import tables_of
 from sim.core.request import RequestSpec

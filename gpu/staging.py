@@ -1,8 +1,8 @@
 """Staging: how numbers get from the host to the device and back, through buffers that a steady state does not allocate.
 
-A copy between the two reads or writes page-locked memory when the device comes to it, not when it was asked for. So what the host writes for
-the device lies in a buffer of its own, which is leased again when the copy's fence has passed: the pass after it is written meanwhile into
-another one. On the CPU the two memories are one, copies are done when asked for, and a single buffer of each size serves.
+A copy between the two reads or writes page-locked memory when the device comes to it, not when it was asked for. So what the host writes
+for the device lies in a buffer of its own, which is leased again when the copy's fence has passed: the pass after it is written meanwhile
+into another one. On the CPU the two memories are one, copies are done when asked for, and a single buffer of each size serves.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Staging:
 
     @contextmanager
     def sending(self, name: str, into: Any) -> Iterator[int]:
-        """Memory of the host as large as `into` (`[num_bytes]` uint8 on the device): yields its address, and sends it by one copy at the end,
-        in order before what the current stream is given next.
+        """Memory of the host as large as `into` (`[num_bytes]` uint8 on the device): yields its address, and sends it by one copy at the
+        end, in order before what the current stream is given next.
         """
         buffer, fence = self.host.lease(name, tuple(into.shape), torch.uint8), None
         try:
@@ -52,7 +52,7 @@ class Staging:
         buffer = self.on_device.lease(name, (8 * len(values),), torch.uint8)
         try:
             with self.sending(name, buffer.tensor) as address:
-                (ctypes.c_int64 * len(values)).from_address(address)[:] = values
+                (ctypes.c_int64 * len(values)).from_address(address)[:] = list(values)
             yield buffer.tensor.view(torch.int64)
         finally:
             self.on_device.give_back(buffer, CudaFence() if self._cuda else None)

@@ -42,7 +42,13 @@ class BlockMover:
     """
 
     def __init__(
-        self, pool: PagedKVPool, cpu_pool: CpuBlockPool, ops: Ops, *, staging_blocks: int = MAX_IDS, latency_steps: int = 0
+        self,
+        pool: PagedKVPool,
+        cpu_pool: CpuBlockPool,
+        ops: Ops,
+        *,
+        staging_blocks: int = MAX_IDS,
+        latency_steps: int = 0,
     ) -> None:
         self.pool, self.cpu_pool, self.ops = pool, cpu_pool, ops
         self.staging_blocks = staging_blocks

@@ -30,6 +30,7 @@ from .saves import Save
 from .scheduler import Scheduler
 from .stretch import log_rows, scheduled_in, shape_of, steps_alike
 
+
 class EngineCore(EngineFacts):
     """Admission, scheduling and memory of one engine replica."""
 

@@ -144,9 +144,7 @@ class EngineFacts:
     def untold(self) -> Untold:
         """What became of blocks and sequences since the latest plan, which an executor has not been told yet."""
         decisions = self._decisions
-        return Untold(
-            slid=as_told(self._slid), releases=as_told(decisions.released), forks=tuple(decisions.forked)
-        )
+        return Untold(slid=as_told(self._slid), releases=as_told(decisions.released), forks=tuple(decisions.forked))
 
     @property
     def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -103,9 +103,7 @@ def test_leases_never_share_memory_and_nothing_is_lost(events):
     for buffer, _ in out:
         pool.give_back(buffer)
     pool.check_returned("the end")
-    assert pool.reserved_bytes == sum(
-        size * len(free) for size, free in pool._free.items()
-    )
+    assert pool.reserved_bytes == sum(size * len(free) for size, free in pool._free.items())
 
 
 # -- packing ---------------------------------------------------------------------------------------------------------------
@@ -152,7 +150,9 @@ def test_a_small_step_does_not_lease_the_widest_one_s_buffer(monkeypatch):
     ]
     batch = buffers.fill(work, 16, Sampling())
     assert batch.groups[0].block_table.tolist() == [[1, 9], [2, 10], [3, 11], [4, 12]]
-    assert [buffer.size_class for buffer in leased] == [4096]  # eleven parts of 256 bytes, where the widest step has 8 MiB
+    assert [buffer.size_class for buffer in leased] == [
+        4096
+    ]  # eleven parts of 256 bytes, where the widest step has 8 MiB
     staging.check_returned("now")
 
 

@@ -161,7 +161,8 @@ def test_b29_what_is_missing_is_counted_and_named():
     tags.release("b", range(100, 400), 9)
     assert tags.num_held == 59
     with pytest.raises(
-        IntegrityError, match=r"^59 blocks differ: block 1 is held by a \(since step 7\) on the device and by nobody in the tables"
+        IntegrityError,
+        match=r"^59 blocks differ: block 1 is held by a \(since step 7\) on the device and by nobody in the tables",
     ):
         tags.compare([])
 

@@ -43,7 +43,11 @@ def test_rows_beyond_the_batch_write_nowhere_and_read_nothing():
     assert batch.sampled == ("a", "b")
     assert batch.num_decodes == 4
     table = batch.groups[0].block_table.tolist()
-    assert (table[0][:2], table[1][:1], table[2:]) == ([1, 2], [3], [[0, 0, 0]] * 2)  # beyond a sequence's end nothing is read
+    assert (table[0][:2], table[1][:1], table[2:]) == (
+        [1, 2],
+        [3],
+        [[0, 0, 0]] * 2,
+    )  # beyond a sequence's end nothing is read
     assert batch.groups[0].seq_lens.tolist() == [5, 1, 0, 0]
     assert batch.groups[0].slots.tolist() == [8, 12, 0, 0]  # slot 0 is in NO_BLOCK
     assert batch.positions.tolist() == [4, 0, 0, 0]

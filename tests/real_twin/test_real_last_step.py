@@ -59,9 +59,9 @@ def test_the_world_tells_its_executor_of_forks_in_the_last_step():
 
 @pytest.mark.parametrize(("size", "window"), [(4, 6), (4, 7), (4, 5), (8, 3)])
 def test_each_step_of_a_stretch_counts_the_blocks_that_the_core_owns_in_it(size, window):
-    """A request alone, prompt of 5 tokens. In the step that computes token t it holds the blocks of tokens [0, t], less those of which no token
-    is within the window of token t or of any after it: tokens below t - window + 1. With (4, 6) and t = 9, the second step of a stretch that
-    began with token 8 counts blocks 1 and 2 of three, though the device still has the first in its tables.
+    """A request alone, prompt of 5 tokens. In the step that computes token t it holds the blocks of tokens [0, t], less those of which no
+    token is within the window of token t or of any after it: tokens below t - window + 1. With (4, 6) and t = 9, the second step of a
+    stretch that began with token 8 counts blocks 1 and 2 of three, though the device still has the first in its tables.
     """
     readings: list[StepReading] = []
     shape = model_shape("tiny-llama-test")
@@ -93,8 +93,7 @@ def test_each_step_of_a_stretch_counts_the_blocks_that_the_core_owns_in_it(size,
     tokens = [4, *range(5, 44)]  # the last token that each step computes
     starts = [0, *range(5, 44)]  # the first: what is below its window has been given back
     assert held == [
-        -(-(last + 1) // size) - max(first - window + 1, 0) // size
-        for first, last in zip(starts, tokens, strict=True)
+        -(-(last + 1) // size) - max(first - window + 1, 0) // size for first, last in zip(starts, tokens, strict=True)
     ]
     assert held == by_core
     assert max(lengths) > 2  # else there was no stretch to look into

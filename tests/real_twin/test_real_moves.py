@@ -121,7 +121,7 @@ def test_the_last_releases_are_those_that_no_plan_has_told(device):
 
 
 def test_a_fork_after_the_last_plan_holds_what_it_shares_until_it_gives_it_back(device):
-    """One child starts and ends by its fork; the other one leaves blocks of its own for its parent's. All of them go before their parent."""
+    """One child starts and ends by its fork, the other one leaves blocks of its own for its parent's; they outlast their parent."""
     device.owns("parent", [1, 2])
     device.owns("late", [3])
     forks = (("new", "parent", (1, 2)), ("late", "parent", (1, 2)))
