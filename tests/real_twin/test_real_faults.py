@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.real_run import run_scenario
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset, with_engine
 from gpu.cpu_moves import ChangedBlockError, CpuMoves
@@ -15,7 +16,8 @@ from gpu.pool import PoisonedReadError
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.request import Outcome
-from tests.support.tampered import tampering
+from sim.scenario import Scenario
+from tests.support.tampered import Tampered, tampering
 
 pytestmark = pytest.mark.usefixtures("steady_time")
 
@@ -85,6 +87,26 @@ def test_a_leak_on_abort_is_named():
     ):
         run_for_real(scenario, preset("vllm-v1"), wrap=tampering(forget))
     assert lost
+
+
+def test_a_run_that_leaks_ends_with_the_block_its_owner_and_when_it_got_it(tmp_path):
+    """Also without `--check`: the device's book is kept in every run."""
+    scenario = tmp_path / "leaks.toml"
+    scenario.write_text(
+        "[model]\nmodel = 'tiny-llama-test'\n[engine]\nnum_gpu_blocks_override = 40\nmax_model_len = 64\n"
+        "[workload]\nworkload = 'uniform'\nnum_requests = 3\nrate = 20.0\ninput_tokens = [9, 20]\noutput_tokens = [3, 9]\n"
+        "[run]\nexecutor = 'torch'\n",
+        encoding="utf-8",
+    )
+
+    class Forgetful(Tampered):
+        def close(self, untold):
+            self.inner.close(replace(untold, releases=()))
+
+    with pytest.raises(
+        IntegrityError, match=r"block \d+ is held by \S+ \(since step \d+\) on the device and by nobody"
+    ):
+        run_scenario(Scenario.load(scenario), wrap=lambda inner: Forgetful(inner, lambda plan: plan))
 
 
 def test_a_wrong_slot_is_named(monkeypatch):
