@@ -124,7 +124,7 @@ class BatchBuffers:
         size = input_bytes(max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, num_groups=num_groups)
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
         """`[num_bytes]` uint8 on the device: a pass's input and, behind it, what it samples."""
-        self._staging.host.warm(size)
+        self._staging.warm(size)
 
     @property
     def held_bytes(self) -> tuple[int, int]:

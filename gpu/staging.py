@@ -31,6 +31,10 @@ class Staging:
         """Page-locked, beside a GPU: what is written for the device, or read from it."""
         self.on_device = SizeClassPool(self.device)
         """What kernels are told besides the step's own input: ids of blocks that are moved or summed."""
+
+    def warm(self, num_bytes: int) -> None:
+        """See to it that input of up to `num_bytes`, and two lists of ids at once, take no allocation."""
+        self.host.warm(num_bytes)
         self.on_device.warm(8 * MAX_IDS, count=2)
 
     @contextmanager

@@ -174,7 +174,7 @@ def test_ids_arrive_and_every_lease_comes_back_also_after_an_error():
 
 def test_ids_of_any_number_up_to_the_most_take_no_allocation():
     staging = Staging("cpu")
-    staging.host.warm(8 * MAX_IDS)
+    staging.warm(8 * MAX_IDS)
     meter = allocation_meter("cpu")
     with meter:
         for count in (1, 2, MAX_IDS):
