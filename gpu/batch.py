@@ -93,15 +93,7 @@ class StepBatch:
 
 def input_bytes(*, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int = 1) -> int:
     """Bytes that `BatchBuffers` with these limits take on the device."""
-    widest = BatchParts(
-        num_tokens=max_tokens,
-        num_seqs=max_seqs,
-        num_chunks=max_seqs,
-        num_sampled=max_seqs,
-        width=max_blocks,
-        num_groups=num_groups,
-    )
-    return widest.packing.num_bytes
+    return BatchParts(max_tokens, max_seqs, max_seqs, max_seqs, max_blocks, num_groups=num_groups).packing.num_bytes
 
 
 class BatchBuffers:
@@ -125,6 +117,7 @@ class BatchBuffers:
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
         """`[num_bytes]` uint8 on the device: a pass's input and, behind it, what it samples."""
         self._staging.warm(size)
+        self._latest: BatchParts | None = None
 
     @property
     def held_bytes(self) -> tuple[int, int]:
@@ -189,11 +182,7 @@ class BatchBuffers:
                 f"a step of {num_tokens} tokens, {num_seqs} sequences and {width} blocks a table does not fit buffers "
                 f"for {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
             )
-        return BatchParts(
-            num_tokens=num_tokens,
-            num_seqs=num_seqs,
-            num_chunks=num_seqs - num_decodes,
-            num_sampled=num_sampled,
-            width=width,
-            num_groups=self._num_groups,
-        )
+        sizes = (num_tokens, num_seqs, num_seqs - num_decodes, num_sampled, width)
+        if self._latest is None or self._latest.sizes != sizes:  # one decode step is like the one before it
+            self._latest = BatchParts(*sizes, num_groups=self._num_groups)
+        return self._latest

@@ -20,9 +20,11 @@ class BatchParts:
     """The packing of one batch: `StepBatch` says what each part is."""
 
     def __init__(
-        self, *, num_tokens: int, num_seqs: int, num_chunks: int, num_sampled: int, width: int, num_groups: int
+        self, num_tokens: int, num_seqs: int, num_chunks: int, num_sampled: int, width: int, *, num_groups: int
     ) -> None:
         """`num_chunks` of the sequences are no decodes; `width` is the number of columns of the block tables."""
+        self.sizes = (num_tokens, num_seqs, num_chunks, num_sampled, width)
+        """What decides where the parts lie."""
         packing = self.packing = Packing()
         self.token_ids, self.positions = (packing.part(num_tokens, torch.int64) for _ in range(2))
         self.query_starts = packing.part(num_chunks + 1, torch.int32)

@@ -18,10 +18,11 @@ _C_TYPES: dict[Any, Any] = {torch.int64: ctypes.c_int64, torch.int32: ctypes.c_i
 class Part:
     """`size` numbers of one format."""
 
-    __slots__ = ("_dtype", "_size", "_start", "cells")
+    __slots__ = ("_dtype", "_size", "_start", "_there", "cells")
 
     def __init__(self, start: int, size: int, dtype: Any) -> None:
         self._start, self._size, self._dtype = start, size, dtype
+        self._there: Any = None
         self.cells: Any = None
         """A C array over the host's memory, once the packing has been opened there; assign to slices of it."""
 
@@ -30,8 +31,10 @@ class Part:
         self.cells = (_C_TYPES[self._dtype] * self._size).from_address(address + self._start)
 
     def on(self, memory: Any) -> Any:
-        """`[size]`: the part on a device on which the packing begins where `memory` (uint8) does."""
-        return memory[self._start : self._start + self._size * self._dtype.itemsize].view(self._dtype)
+        """`[size]`: the part on a device on which the packing begins where `memory` (uint8) does: the same whenever it is asked for."""
+        if self._there is None:
+            self._there = memory[self._start : self._start + self._size * self._dtype.itemsize].view(self._dtype)
+        return self._there
 
 
 class Packing:
@@ -39,6 +42,7 @@ class Packing:
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
+        self._address: int | None = None
         self.num_bytes = 0
         """Bytes of the parts so far."""
 
@@ -51,5 +55,7 @@ class Packing:
 
     def open(self, address: int) -> None:
         """Let the parts be written, in memory of the host that begins at `address`."""
-        for part in self._parts:
-            part.open(address)
+        if address != self._address:
+            self._address = address
+            for part in self._parts:
+                part.open(address)
