@@ -3,7 +3,7 @@
 Launching the kernels of one decode step takes the host longer than running them takes a GPU, so engines capture the step for a
 few batch sizes and pad each batch to the next of them. Everything that a captured step reads lies in memory that is taken once, for a
 bucket at the same places each time: what is new in a step is copied there, rows beyond the batch store nowhere and read nothing, and
-temporary tensors are the same places of the workspace each time. The bucket sizes are vLLM's (`sim.memory.graphs`), which the ledger counts.
+temporary tensors the same places of the workspace each time. The bucket sizes are vLLM's (`sim.memory.graphs`), which the ledger counts.
 
 Where there is nothing to capture, on the CPU, the same step can be run through the same buffers and buckets by calling it again.
 
