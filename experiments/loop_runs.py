@@ -17,7 +17,7 @@ from calibration.measuring.settings import MeasureSettings
 from calibration.recorded.runs import read_run
 from calibration.recorded.twin import simulate_requests
 from sim.assembly import cost_model
-from sim.core.plan import Executor, StepPlan, StepResult
+from sim.core.plan import Executor, StepPlan, StepResult, Untold
 from sim.costs.profile import FittedProfile
 from sim.resolve import resolve
 from sim.scenario import Scenario
@@ -78,9 +78,9 @@ class _Visiting:
         result: StepResult = self._inner.execute(plan)
         return result
 
-    def close(self, releases: Any) -> None:
+    def close(self, untold: Untold) -> None:
         """Passed on."""
-        self._inner.close(releases)
+        self._inner.close(untold)
 
 
 def run_for_real(

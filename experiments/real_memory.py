@@ -15,8 +15,8 @@ from sim.results.memory_curve import MEMORY_COLUMNS
 if TYPE_CHECKING:
     from gpu.readings import StepReading
 
-FURTHER = ("step", "used_blocks", "served_by", "process_bytes")
-"""Columns behind those of a simulated curve; empty in idle rows, `process_bytes` and `used_blocks` apart."""
+FURTHER = ("step", "used_blocks", "served_by", "process_bytes", "buffers_bytes", "staging_bytes")
+"""Columns behind those of a simulated curve; `step` and `served_by` are empty in idle rows."""
 
 
 def real_memory_columns(
@@ -74,6 +74,8 @@ def _rows(
             "used_blocks": blocks,
             "served_by": "" if idle else reading.served_by,
             "process_bytes": memory.process_bytes,
+            "buffers_bytes": memory.buffers_bytes,
+            "staging_bytes": memory.staging_bytes,
         }
 
     end_fs = 0

@@ -105,7 +105,7 @@ def run_scenario(
     `wrap` gets the executor and returns what is used in its place, to record what it does or to plant a fault.
 
     Raises ScenarioError where the software is missing, PeakStepError where the step is, ConfigError for a model or device that cannot
-    be run, and what `sim.simulate` raises.
+    be run, IntegrityError naming blocks that are held when the run is over, and what `sim.simulate` raises.
     """
     if scenario.run.executor != "torch":
         for name, value in (("peak_step", peak_step), ("memory_snapshot", memory_snapshot)):
@@ -130,6 +130,8 @@ def run_scenario(
 
     with memory_history(memory_snapshot, device) if memory_snapshot is not None else nullcontext():
         result = sim.simulate(scenario, decision_log=decision_log, real=real)
+    for executor in made[0].engine.executors:
+        executor.pool.check(())  # whoever still holds a block leaked it
     _measured_memory(result)
     if peak_step is not None:
         _add_peak(result, made[0], peak_step, scenario)

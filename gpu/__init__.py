@@ -15,6 +15,7 @@ from .owners import ForeignReadError, OwnerTags
 from .require import MissingExtraError, require
 
 if TYPE_CHECKING:
+    from .buffer_pool import SizeClassPool
     from .cpu_pool import CpuBlockPool
     from .device import find_device
     from .executor import TorchExecutor
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from .real_engine import RealEngine
     from .real_settings import RealSettings
     from .swap import BlockMover, Transfer
-    from .workspace import SizeClassPool, Workspace, WorkspaceFullError
+    from .workspace import Workspace, WorkspaceFullError
 
 _LAZY = {
     "BlockMover": "swap",
@@ -46,7 +47,7 @@ _LAZY = {
     "RealEngine": "real_engine",
     "RealSettings": "real_settings",
     "SampleCall": "kernels.sampling",
-    "SizeClassPool": "workspace",
+    "SizeClassPool": "buffer_pool",
     "StepReading": "readings",
     "TorchExecutor": "executor",
     "Transfer": "swap",

@@ -1,7 +1,12 @@
-"""StepBatch: the work of one step as tensors, in buffers that are taken once.
+"""StepBatch: the work of one pass as tensors, in memory that is taken once.
 
-Rows are tokens: first one of each decoding sequence, then the chunks of the others, sequence after sequence. The buffers are
-filled on the host through plain C arrays over the tensors' memory, so that a step makes no tensor and no allocator call.
+Rows are tokens: first one of each decoding sequence, then the chunks of the others, sequence after sequence. The host writes them through
+plain C arrays, so that a step makes no tensor and no allocator call.
+
+On the host a pass is written into a leased buffer (`Staging`), as large as the batch wants it, because the device may still be copying
+the last one. On the device there is one piece of memory for the input and the sampled tokens of all passes, into which each is packed
+from the start: the next pass's copy is ordered after the kernels that read this one's, a captured graph needs the same addresses each
+time, and leases in powers of two for every size would take up to four times as much of what the KV pool could have.
 """
 
 from __future__ import annotations
@@ -12,10 +17,9 @@ from typing import Any
 
 import torch
 
-from sim.core.blocks import NO_BLOCK
-
-from .group_rows import GroupBuffers, GroupRows, slots_of
-from .step_buffer import StepArena, StepBuffer
+from .batch_parts import BatchParts
+from .group_rows import GroupRows
+from .staging import Staging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """One step, on the device. Views of `BatchBuffers`, valid until the next batch is made."""
+    """One pass, on the device. Views of `BatchBuffers`, valid until the next batch is made."""
 
     names: tuple[str, ...]
     """The sequences, in the order of the rows."""
@@ -87,27 +91,38 @@ class StepBatch:
     """`[num_sampled]` int64; written by sampling."""
 
 
+def input_bytes(*, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int = 1) -> int:
+    """Bytes that `BatchBuffers` with these limits take on the device."""
+    return BatchParts(max_tokens, max_seqs, max_seqs, max_seqs, max_blocks, num_groups=num_groups).packing.num_bytes
+
+
 class BatchBuffers:
     """Room for the largest step that the engine may plan."""
 
-    def __init__(self, *, max_tokens: int, max_seqs: int, max_blocks: int, device: Any, num_groups: int = 1) -> None:
-        """`max_blocks` is the length of the longest block table, `num_groups` how many of them a sequence has."""
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        device: Any,
+        num_groups: int = 1,
+        staging: Staging | None = None,
+    ) -> None:
+        """`max_blocks` is the length of the longest block table, `num_groups` how many a sequence has; `staging` is the device's."""
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
-        self._arena = arena = StepArena(device)
-        self._query_starts = StepBuffer(max_seqs + 1, torch.int32, arena)
-        self._sample_rows = StepBuffer(max_seqs, torch.int64, arena)
-        self._temperature, self._top_p, self._uniform = (StepBuffer(max_seqs, torch.float32, arena) for _ in range(3))
-        self._top_k = StepBuffer(max_seqs, torch.int32, arena)
-        self._token_ids, self._positions = (StepBuffer(max_tokens, torch.int64, arena) for _ in range(2))
-        rows = [GroupBuffers.rows(max_tokens, max_seqs, arena) for _ in range(num_groups)]
-        self._groups = [GroupBuffers(*own, StepBuffer(max_seqs * max_blocks, torch.int32, arena)) for own in rows]
-        arena.make()
-        self._tokens_out = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._num_groups = num_groups
+        self._staging = Staging(device) if staging is None else staging
+        size = input_bytes(max_tokens=max_tokens, max_seqs=max_seqs, max_blocks=max_blocks, num_groups=num_groups)
+        self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        """`[num_bytes]` uint8 on the device: a pass's input and, behind it, what it samples."""
+        self._staging.warm(size)
+        self._latest: BatchParts | None = None
 
     @property
-    def tensors(self) -> list[Any]:
-        """The buffers, on host and device."""
-        return [*self._arena.tensors, self._tokens_out]
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes of all buffers on the device, and on the host."""
+        return int(self.memory.numel()) + self._staging.on_device.reserved_bytes, self._staging.host.reserved_bytes
 
     def fill(
         self,
@@ -131,71 +146,43 @@ class BatchBuffers:
             raise ValueError(f"{len(work)} sequences are no decode batch that could be padded to {pad_to} rows")
         drawn = dict(zip((item.name for item in work if item.samples), uniform, strict=bool(uniform)))
         order = sorted(work, key=lambda item: item.num_tokens > 1)  # stable: running order is kept among equals
-        num_tokens = sum(item.num_tokens for item in order)
-        width = max(1, *(len(table) for item in order for table in item.tables)) if pad_to is None else self.max_blocks
-        if (
-            max(num_tokens, pad_to or 0) > self.max_tokens
-            or max(len(order), pad_to or 0) > self.max_seqs
-            or width > self.max_blocks
-        ):
-            raise ValueError(
-                f"a step of {num_tokens} tokens, {len(order)} sequences and {width} blocks a table does not fit buffers "
-                f"for {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
-            )
-        num_decodes = sum(item.num_tokens == 1 for item in order)
-        self._arena.refill()
-        self._query_starts.cells[0] = 0
-        row = 0
-        rows: list[int] = []
-        for index, item in enumerate(order):
-            end = row + item.num_tokens
-            last = item.context_tokens + item.num_tokens
-            self._token_ids.cells[row:end] = item.token_ids
-            self._positions.cells[row:end] = range(item.context_tokens, last)
-            for group, table in zip(self._groups, item.tables, strict=True):
-                slots = slots_of(item.name, table, item.context_tokens, last, block_size)
-                group.put(index, row, slots, table, width, last - table.count(NO_BLOCK) * block_size)
-            if index >= num_decodes:
-                self._query_starts.cells[index - num_decodes + 1] = end - num_decodes
-            if item.samples:
-                rows.append(end - 1)
-            row = end
         sampled = tuple(item.name for item in order if item.samples)
-        count = len(sampled)
-        self._sample_rows.cells[:count] = rows
-        self._temperature.cells[:count] = [sampling.temperature] * count
-        self._top_k.cells[:count] = [sampling.top_k] * count
-        self._top_p.cells[:count] = [sampling.top_p] * count
-        self._uniform.cells[:count] = [drawn.get(name, 0.0) for name in sampled]
-        num_seqs = len(order)
-        if pad_to is not None:
-            self._pad(num_seqs, pad_to)
-            num_decodes = num_seqs = num_tokens = count = pad_to
-        batch = StepBatch(
+        num_decodes = sum(item.num_tokens == 1 for item in order)
+        parts = self._room_for(order, num_decodes, len(sampled), pad_to)
+        with self._staging.sending("step input", self.memory[: parts.sent_bytes]) as address:
+            parts.packing.open(address)
+            rows = parts.put(order, num_decodes, block_size)
+            parts.put_sampling(rows, sampling, [drawn.get(name, 0.0) for name in sampled])
+            if pad_to is not None:
+                parts.pad(len(order), pad_to)
+        return StepBatch(
             names=tuple(item.name for item in order),
             sampled=sampled,
-            num_decodes=num_decodes,
-            token_ids=self._token_ids.sent(num_tokens),
-            positions=self._positions.sent(num_tokens),
-            groups=tuple(group.sent(num_tokens, num_seqs, width) for group in self._groups),
-            query_starts=self._query_starts.sent(num_seqs - num_decodes + 1),
-            sample_rows=self._sample_rows.sent(count),
-            temperature=self._temperature.sent(count),
-            top_k=self._top_k.sent(count),
-            top_p=self._top_p.sent(count),
-            uniform=self._uniform.sent(count),
-            tokens_out=self._tokens_out[:count],
+            num_decodes=num_decodes if pad_to is None else pad_to,
+            token_ids=parts.token_ids.on(self.memory),
+            positions=parts.positions.on(self.memory),
+            groups=tuple(group.on(self.memory) for group in parts.groups),
+            query_starts=parts.query_starts.on(self.memory),
+            sample_rows=parts.sample_rows.on(self.memory),
+            temperature=parts.temperature.on(self.memory),
+            top_k=parts.top_k.on(self.memory),
+            top_p=parts.top_p.on(self.memory),
+            uniform=parts.uniform.on(self.memory),
+            tokens_out=parts.tokens_out.on(self.memory),
         )
-        self._arena.send()
-        return batch
 
-    def _pad(self, first: int, end: int) -> None:
-        """Rows `[first, end)` of a decode batch are nobody's: token 0 at position 0, without KV."""
-        rows = end - first
-        for buffer in (self._token_ids, self._positions, self._temperature, self._top_k):
-            buffer.cells[first:end] = [0] * rows
-        for group in self._groups:
-            group.pad(first, end, self.max_blocks)
-        self._sample_rows.cells[first:end] = range(first, end)
-        self._top_p.cells[first:end] = [1.0] * rows
-        self._uniform.cells[first:end] = [0.0] * rows
+    def _room_for(self, order: Sequence[Work], num_decodes: int, num_sampled: int, pad_to: int | None) -> BatchParts:
+        """The packing of a batch. Raises ValueError for one that there is no room for."""
+        num_tokens, num_seqs = sum(item.num_tokens for item in order), len(order)
+        width = max(1, *(len(table) for item in order for table in item.tables)) if pad_to is None else self.max_blocks
+        if pad_to is not None:
+            num_tokens = num_seqs = num_decodes = num_sampled = pad_to
+        if num_tokens > self.max_tokens or num_seqs > self.max_seqs or width > self.max_blocks:
+            raise ValueError(
+                f"a step of {num_tokens} tokens, {num_seqs} sequences and {width} blocks a table does not fit buffers "
+                f"for {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
+            )
+        sizes = (num_tokens, num_seqs, num_seqs - num_decodes, num_sampled, width)
+        if self._latest is None or self._latest.sizes != sizes:  # one decode step is like the one before it
+            self._latest = BatchParts(*sizes, num_groups=self._num_groups)
+        return self._latest

@@ -130,6 +130,10 @@ class CpuLane:
         workspace = Workspace(workspace_bytes(config, one, element_bytes=element, twins=True))
         ops = Ops("cpu", scratch=workspace)
         buffers = BatchBuffers(
-            max_tokens=1, max_seqs=1, max_blocks=blocks_for(self._max_model_len, size) + 1, device="cpu"
+            max_tokens=1,
+            max_seqs=1,
+            max_blocks=blocks_for(self._max_model_len, size) + 1,
+            device="cpu",
+            staging=ops.staging,
         )
         return Decoder(config, weights, ops, max_positions=self._max_model_len), workspace, buffers

@@ -16,6 +16,7 @@ from sim.core.blocks import IntegrityError
 from .cpu_lane import CpuLane
 from .ops import Ops
 from .pool import PagedKVPool
+from .staging import MAX_IDS
 from .swap import BlockMover
 
 Pairs = Sequence[tuple[int, int]]
@@ -83,7 +84,8 @@ class CpuMoves:
         """
         if name in self._on_cpu:
             assert self._lane is not None  # it is a guest there
-            self._lane.give_back(name, self._pool, [block for _, block in pairs])
+            with self._pool.beside():
+                self._lane.give_back(name, self._pool, [block for _, block in pairs])
             del self._on_cpu[name]
             return
         blocks = [block for _, block in pairs]
@@ -126,7 +128,8 @@ class CpuMoves:
         for guest in [guest for guest, kept in self._on_cpu.items() if kept & slots]:
             self._lane.drop(guest)  # it ended there: the core has given its place to another
             del self._on_cpu[guest]
-        self._lane.receive(name, self._pool, [block for block, _ in pairs])
+        with self._pool.beside():
+            self._lane.receive(name, self._pool, [block for block, _ in pairs])
         self._on_cpu[name] = slots
         self.moved_to_cpu += 1
 
@@ -136,9 +139,12 @@ class CpuMoves:
             self._lane.catch_up()
 
     def _checksums(self, blocks: list[int]) -> list[int]:
-        ids = torch.tensor(blocks, dtype=torch.int64).to(self._pool.device)
-        sums = torch.empty(len(blocks), dtype=torch.int32, device=self._pool.device)
-        found: list[int] = self._ops.block_checksum(self._pool.rows, ids, sums).tolist()
+        found: list[int] = []
+        for start in range(0, len(blocks), MAX_IDS):
+            some = blocks[start : start + MAX_IDS]
+            with self._ops.staging.ids("blocks to sum", some) as ids, self._pool.beside():
+                sums = torch.empty(len(some), dtype=torch.int32, device=self._pool.device)
+                found += self._ops.block_checksum(self._pool.rows, ids, sums).tolist()
         return found
 
     def _check_restored(self, name: str, pairs: Pairs) -> None:

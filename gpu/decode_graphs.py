@@ -1,9 +1,9 @@
 """DecodeGraphs: decode batches by buckets, each captured once and replayed.
 
 Launching the kernels of one decode step takes the host longer than running them takes a GPU, so engines capture the step for a
-few batch sizes and pad each batch to the next of them. Everything that a captured step reads lies in buffers that are taken
-once: what is new in a step is copied into them, rows beyond the batch store nowhere and read nothing, and temporary tensors are
-the same places of the workspace each time. The bucket sizes are vLLM's (`sim.memory.graphs`), which the ledger counts.
+few batch sizes and pad each batch to the next of them. Everything that a captured step reads lies in memory that is taken once, for a
+bucket at the same places each time: what is new in a step is copied there, rows beyond the batch store nowhere and read nothing, and
+temporary tensors the same places of the workspace each time. The bucket sizes are vLLM's (`sim.memory.graphs`), which the ledger counts.
 
 Where there is nothing to capture, on the CPU, the same step can be run through the same buffers and buckets by calling it again.
 
@@ -130,22 +130,24 @@ class DecodeGraphs:
         self.eager: Counter[str] = Counter()
         """Steps that went without a graph, by reason."""
 
-    def capture(self, step: Callable[[int], None]) -> None:
-        """Capture `step(size)` for every bucket, the largest first: smaller ones then fit into the memory it took."""
+    def capture(self, prepared: Callable[[int], Callable[[], None]]) -> None:
+        """Capture a step for every bucket, the largest first: smaller ones then fit into the memory it took. `prepared(size)` puts into the
+        buffers what the step of a bucket reads while it is captured, and returns the step: buckets share the buffers.
+        """
         for size in reversed(self.sizes):
             before = self._ops.record()
             try:
-                self._captured[size] = self._capture_one(step, size)
+                self._captured[size] = self._capture_one(prepared(size))
             except WorkspaceFullError:  # when warming up; a batch of so many runs out of memory, and the core is told
                 self.sizes = tuple(smaller for smaller in self.sizes if smaller < size)
             finally:
                 self._ops.restore(before)
         self._workspace.reset()
 
-    def _capture_one(self, step: Callable[[int], None], size: int) -> _Captured:
-        replay = self._capture(lambda: self._from_start(step, size))
+    def _capture_one(self, step: Callable[[], None]) -> _Captured:
+        replay = self._capture(lambda: self._from_start(step))
         before = self._ops.record()
-        self._from_start(step, size)  # once more, to see what a run adds to the record
+        self._from_start(step)  # once more, to see what a run adds to the record
         return _Captured(replay, self._ops.record() - before, self._workspace.step_high_water_bytes)
 
     def choose(self, work: Sequence[Work]) -> int | None:
@@ -192,7 +194,7 @@ class DecodeGraphs:
             "eager_steps": dict(sorted(self.eager.items())),
         }
 
-    def _from_start(self, step: Callable[[int], None], size: int) -> None:
+    def _from_start(self, step: Callable[[], None]) -> None:
         """Every run takes the same places of the workspace."""
         self._workspace.reset()
-        step(size)
+        step()

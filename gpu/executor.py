@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sim.core.durations import Durations
-from sim.core.plan import OomReport, ScheduledRequest, StepPlan, StepResult
+from sim.core.plan import OomReport, ScheduledRequest, StepPlan, StepResult, Untold
 from sim.core.tables import BlockTables
 
 from .cpu_moves import CpuMoves
@@ -69,7 +69,7 @@ class TorchExecutor:
         The world may cut a stretch after the fact. Steps that were run and do not count have written only behind the
         contexts of requests that hold the block; a block of a later step may still be somebody's cached prefix, so the
         stretch ends before it is needed, and the core plans again. For the same reason what slides out of a window meanwhile
-        stays in the tables, unread, until the next plan says that it did.
+        stays in the tables, unread, until the next plan says that it did; readings do not count it.
 
         Raises:
             PoisonedReadError, ForeignReadError, DoubleFreeError, FenceError, IntegrityError: the plan, or this device, is at fault.
@@ -77,8 +77,7 @@ class TorchExecutor:
         durations: list[int] = []
         sampled: dict[str, list[int]] = {}
         report: OomReport | None = None
-        for child, source, _ in plan.forks:
-            self.forward.tokens.fork(child, source)
+        self._fork_tokens(plan.forks)
         if not plan.shape.num_tokens:
             return self._only_moves(plan)
         first = plan.scheduled(0)
@@ -94,9 +93,16 @@ class TorchExecutor:
             oom=report,
         )
 
-    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """The run is over: `releases` are those that no plan has told. Afterwards `leaked_blocks` is 0, or something leaked."""
-        self._moves.close(releases)
+    def close(self, untold: Untold) -> None:
+        """The run is over, and this is what became of blocks and sequences after its latest plan. Afterwards `leaked_blocks` is 0, or
+        something leaked.
+
+        Raises:
+            IntegrityError: a buffer of the host or the device was not given back.
+        """
+        self._fork_tokens(untold.forks)
+        self._moves.close(untold)
+        self.model.ops.staging.check_returned("the end of the run")
 
     @property
     def leaked_blocks(self) -> int:
@@ -107,6 +113,7 @@ class TorchExecutor:
     def report(self) -> dict[str, Any]:
         """What ran, as JSON values: device, kernels and fallbacks, graphs, counts, bytes by ledger line."""
         counters, graphs = self.pool.counters(), self.forward.graphs
+        buffers, staging = self.forward.buffers.held_bytes
         return {
             **self.model.ops.report(),
             "graphs": None if graphs is None else graphs.report(),
@@ -123,9 +130,15 @@ class TorchExecutor:
                 "kv_cache": counters.reserved_bytes,
                 "workspace": self.workspace.num_bytes,
                 "workspace_high_water": self.workspace.high_water_bytes,
+                "buffers": buffers,
+                "staging": staging,
             },
             "blocks": {"allocated": counters.allocated_blocks, "quarantined": counters.quarantined_blocks, "free": counters.free_blocks},
         }  # fmt: skip
+
+    def _fork_tokens(self, forks: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+        for child, source, _ in forks:
+            self.forward.tokens.fork(child, source)
 
     def _steps_inside(self, scheduled: Sequence[ScheduledRequest]) -> int:
         """How many steps of a stretch of decodes there are before somebody's next token lies in a block that it does not have yet."""
@@ -179,6 +192,8 @@ class TorchExecutor:
         durations.append(self._timer.stop_fs())
         self.pool.end_step()
         self._moves.cpu.catch_up()
+        if self.pool.checked:
+            self.model.ops.staging.check_returned(f"the end of step {step}")
         self.steps += 1
         self.split_steps += self.forward.num_passes > 1
         if report is not None:
@@ -234,7 +249,7 @@ class TorchExecutor:
             num_seqs=len(scheduled),
             decode_seqs=len(scheduled) - prefills,
             kv_tokens=sum(self._kv_tokens.values()),
-            allocated_blocks=self.pool.tags.num_held,
+            allocated_blocks=self.pool.tags.num_held - self._moves.num_passed(scheduled),
             workspace_bytes=self.workspace.step_high_water_bytes,
             served_by=self.forward.served_by,
             oom=oom,

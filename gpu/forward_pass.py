@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from sim.core.plan import ScheduledRequest
 
@@ -82,8 +83,7 @@ class ForwardPass:
         if not sizes:
             return
         self.graphs = DecodeGraphs(sizes, self.model.ops, self.workspace, capture)
-        batches = {size: self._fill([], pad_to=size) for size in self.graphs.sizes}
-        self.graphs.capture(lambda size: self._compute(batches[size]))
+        self.graphs.capture(lambda size: partial(self._compute, self._fill([], pad_to=size)))
 
     def run(self, scheduled: Sequence[ScheduledRequest], parts: int = 1, *, eager: bool = False) -> dict[str, int]:
         """Compute a step in `parts` passes (more, if they would be too large); the sampled token of each request that gets one.
@@ -155,11 +155,13 @@ class ForwardPass:
         names = list(batch.sampled)
         if not names:
             return {}
+        drawn = self.model.ops.staging.read("sampled tokens", batch.tokens_out[: len(names)])
         try:
-            return dict(zip(names, check_tokens(batch.tokens_out[: len(names)], names), strict=True))
+            check_tokens(drawn, names)
         except BrokenLogitsError:
             self._name_culprit(work)
             raise
+        return dict(zip(names, drawn, strict=True))
 
     def _check_written(self, work: Sequence[Work]) -> None:
         """Verify that the step stored the KV of all its tokens where their tables say. A chunk that samples nothing would

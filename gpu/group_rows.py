@@ -14,12 +14,12 @@ import torch
 
 from sim.core.blocks import NO_BLOCK
 
-from .step_buffer import StepArena, StepBuffer
+from .packing import Packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
-    """One group's part of a batch, on the device. Views of `GroupBuffers`, valid until the next batch is made."""
+    """One group's part of a batch, on the device. Valid until the next batch is made."""
 
     slots: Any
     """`[num_tokens]` int64: where the new tokens' KV goes."""
@@ -29,37 +29,36 @@ class GroupRows:
     """`[num_seqs]` int32: KV that is read, the new tokens included."""
 
 
-class GroupBuffers:
-    """Room for one group's part of the largest step."""
+class GroupParts:
+    """One group's part of the packing of a batch with block tables of `width` columns."""
 
-    def __init__(self, slots: StepBuffer, seq_lens: StepBuffer, tables: StepBuffer) -> None:
-        self._slots, self._seq_lens, self._tables = slots, seq_lens, tables
+    def __init__(self, packing: Packing, *, num_tokens: int, num_seqs: int, width: int) -> None:
+        self._num_seqs, self._width = num_seqs, width
+        self._slots = packing.part(num_tokens, torch.int64)
+        self._seq_lens = packing.part(num_seqs, torch.int32)
+        self._tables = packing.part(num_seqs * width, torch.int32)
 
-    @staticmethod
-    def rows(max_tokens: int, max_seqs: int, arena: StepArena) -> tuple[StepBuffer, StepBuffer]:
-        """Slots and lengths of a group. Apart from the tables, which are long and little used: they come behind those of all groups."""
-        return StepBuffer(max_tokens, torch.int64, arena), StepBuffer(max_seqs, torch.int32, arena)
-
-    def put(self, index: int, row: int, slots: Sequence[int], table: Sequence[int], width: int, length: int) -> None:
-        """Fill in sequence `index` of `length` tokens, whose new ones begin at `row`. `width` is the number of columns of all tables."""
+    def put(self, index: int, row: int, slots: Sequence[int], table: Sequence[int], length: int) -> None:
+        """Fill in sequence `index` of `length` tokens, whose new ones begin at `row`. Columns behind its blocks are never read."""
         held = table if NO_BLOCK not in table else [block for block in table if block != NO_BLOCK]
+        start = index * self._width
         self._slots.cells[row : row + len(slots)] = slots
-        self._tables.cells[index * width : index * width + len(held)] = held
+        self._tables.cells[start : start + len(held)] = held
         self._seq_lens.cells[index] = length
 
-    def pad(self, first: int, end: int, width: int) -> None:
-        """Rows `[first, end)` of a decode batch are nobody's: slot 0 of NO_BLOCK, no KV to read."""
-        rows = end - first
-        self._slots.cells[first:end] = [0] * rows
-        self._seq_lens.cells[first:end] = [0] * rows
-        self._tables.cells[first * width : end * width] = [NO_BLOCK] * (rows * width)
+    def pad(self, first: int) -> None:
+        """The rows of a decode batch from `first` on are nobody's: slot 0 of NO_BLOCK, no KV to read."""
+        rows = self._num_seqs - first
+        self._slots.cells[first:] = [0] * rows
+        self._seq_lens.cells[first:] = [0] * rows
+        self._tables.cells[first * self._width :] = [NO_BLOCK] * (rows * self._width)
 
-    def sent(self, num_tokens: int, num_seqs: int, width: int) -> GroupRows:
-        """What was filled in, on the device."""
+    def on(self, memory: Any) -> GroupRows:
+        """What was filled in, on the device, where the packing was sent to `memory`."""
         return GroupRows(
-            slots=self._slots.sent(num_tokens),
-            block_table=self._tables.sent(num_seqs * width).view(num_seqs, width),
-            seq_lens=self._seq_lens.sent(num_seqs),
+            slots=self._slots.on(memory),
+            block_table=self._tables.on(memory).view(self._num_seqs, self._width),
+            seq_lens=self._seq_lens.on(memory),
         )
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,22 @@ class DeviceBudget:
         self.limit_bytes = limit_bytes
         self.reserved: dict[str, int] = {}
         """Bytes taken once and kept, by name."""
+        self.paused = False
+        """Whether what is allocated now is no part of the device."""
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that are neither reserved nor beyond the limit."""
+        return max(self.limit_bytes - self.reserved_bytes, 0)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, no meter counts: what looks at a run, and what stands for the host beside the device, takes none of its memory."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     @property
     def reserved_bytes(self) -> int:
@@ -106,6 +122,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[misc]  # torch has no typ
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then look at what it returned."""
         kwargs = kwargs or {}
+        if self._budget is not None and self._budget.paused:
+            return func(*args, **kwargs)
         known = {storage._cdata: storage.nbytes() for storage in _storages((args, kwargs))}
         result = func(*args, **kwargs)
         grown = 0

@@ -99,7 +99,7 @@ class Decoder:
         query, key, value = self._project(layer, work, x)
         self.ops.rope(query, key, self.rope_table, batch.positions)
         group, place = self._places[index]
-        cache, held = pool.layer(place), batch.groups[group]
+        cache, held = pool.layer(place, index), batch.groups[group]
         self.ops.store_kv(key, value, cache, held.slots)
         mixed = work.take("attention", (rows, shape.num_attention_heads, head_dim), self.dtype)
         decodes, window = batch.num_decodes, config.window(index)

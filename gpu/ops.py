@@ -20,6 +20,7 @@ from .kernels.launch import KVView, interpreted
 from .kernels.sampling import SampleCall
 from .kernels.scratch import Scratch
 from .require import MissingExtraError
+from .staging import Staging
 
 Implementation = Literal["triton", "torch"]
 OPERATIONS = (
@@ -51,7 +52,9 @@ class Record:
 
 
 class Ops:
-    """Operations on one device. Arguments and results are those of the kernel's module; nothing is kept but the record."""
+    """Operations on one device. Arguments and results are those of the kernel's module; nothing is kept but the record, and the buffers
+    through which the host tells kernels what to work on.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,8 @@ class Ops:
         """
         self.device = torch.device(device)
         self.scratch = scratch
+        self.staging = Staging(self.device)
+        """How numbers get from the host to the device and back."""
         on_gpu = self.device.type == "cuda"
         self.meant: Implementation = "triton" if on_gpu else "torch"
         """What is meant to serve on this device."""

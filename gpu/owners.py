@@ -34,7 +34,9 @@ class OwnerTags:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._holders: dict[int, set[str]] = {}
+        self._holders: dict[
+            int, dict[str, int]
+        ] = {}  # by block: who holds it, and the step in which it came to hold it
         self._blocks: dict[str, set[int]] = {}
         self._quarantine: dict[int, Fence] = {}
         self._released: dict[int, Released] = {}
@@ -86,7 +88,7 @@ class OwnerTags:
                 fence.order()
             if block_id not in self._holders:
                 fresh.append(block_id)
-            self._holders.setdefault(block_id, set()).add(owner)
+            self._holders.setdefault(block_id, {})[owner] = step
         if new:
             self._blocks.setdefault(owner, set()).update(new)
         return fresh
@@ -110,7 +112,7 @@ class OwnerTags:
         for block_id in given:
             mine.remove(block_id)
             holders = self._holders[block_id]
-            holders.remove(owner)
+            del holders[owner]
             self._released[block_id] = Released(owner, step)
             if not holders:
                 del self._holders[block_id]
@@ -148,8 +150,8 @@ class OwnerTags:
         """Verify that these block tables are what the device was told.
 
         Raises:
-            IntegrityError: how many blocks differ, and which, with their owners: held here and in no table (a leak on the
-                device), or in a table and not held here.
+            IntegrityError: how many blocks differ, and which, with their owners and the step in which each got the block: held here and
+                in no table (a leak on the device), or in a table and not held here.
         """
         wanted: dict[int, set[str]] = {}
         for owner, table in tables:
@@ -157,11 +159,16 @@ class OwnerTags:
                 if block_id != NO_BLOCK:
                     wanted.setdefault(block_id, set()).add(owner)
         problems = [
-            f"block {block_id} is held by {', '.join(self.holders(block_id)) or 'nobody'} on the device and by "
+            f"block {block_id} is held by {self._since(block_id)} on the device and by "
             f"{', '.join(sorted(wanted.get(block_id, ()))) or 'nobody'} in the tables"
             for block_id in sorted(wanted.keys() | self._holders.keys())
-            if wanted.get(block_id, set()) != self._holders.get(block_id, set())
+            if wanted.get(block_id, set()) != self._holders.get(block_id, {}).keys()
         ]
         if problems:
             more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise IntegrityError(f"{len(problems)} blocks differ: {'; '.join(problems[:10])}{more}")
+
+    def _since(self, block_id: int) -> str:
+        """Who holds a block, and since which step."""
+        holders = sorted(self._holders.get(block_id, {}).items())
+        return ", ".join(f"{owner} (since step {step})" for owner, step in holders) or "nobody"

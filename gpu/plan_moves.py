@@ -14,11 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
-import torch
-
 from sim.core.blocks import NO_BLOCK, BlockPool, IntegrityError
-from sim.core.need import blocks_for
-from sim.core.plan import ScheduledRequest, StepPlan
+from sim.core.need import blocks_for, skipped_blocks
+from sim.core.plan import ScheduledRequest, StepPlan, Untold
 from sim.core.tables import BlockTables
 
 from .copy_order import independent
@@ -26,9 +24,13 @@ from .cpu_moves import CpuMoves, Pairs
 from .ops import Ops
 from .out_of_memory import OUT_OF_MEMORY
 from .pool import PagedKVPool
+from .staging import MAX_IDS
 
 Tables = tuple[tuple[int, ...], ...]
 """The block tables of one request, one an attention group."""
+
+Given = tuple[str, tuple[int, ...]]
+"""A request, and blocks that it gives back."""
 
 
 class PlanMoves:
@@ -68,6 +70,18 @@ class PlanMoves:
         """Requests that hold blocks here."""
         return self._held.keys()
 
+    def num_passed(self, scheduled: Sequence[ScheduledRequest]) -> int:
+        """Blocks that slid out of the windows of all who hold them by the step that is scheduled so, and that the next plan will give back:
+        in a later step of a stretch the core does not count them any more.
+        """
+        passed: dict[int, set[str]] = {}
+        for request in scheduled:
+            for own, table in zip(self._tables.groups, _tables(request), strict=True):
+                for block in table[: skipped_blocks(request.context_tokens, own.block_size, own.window)]:
+                    if block != NO_BLOCK:
+                        passed.setdefault(block, set()).add(request.request_id)
+        return sum(names == set(self._pool.tags.holders(block)) for block, names in passed.items())
+
     # -- plans ----------------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
@@ -80,19 +94,10 @@ class PlanMoves:
         self._copied_away.update(source for source, _ in plan.copies)
         self._replaces.update((target, source) for source, target in plan.copies)
         never_used = self._unsettled | self._loading | set(plan.preempted)
-        for request_id, blocks in plan.slid:
-            slide = partial(self._release, request_id, blocks, strict=request_id not in never_used)
-            self._put(f"what slid out of the window of {request_id}", slide)
+        self._put_slid(plan.slid, never_used)
         for _, pairs in plan.saves:
             self._put("save to the prefix tier", partial(self.cpu.save, pairs))
-        releases = list(plan.releases)
-        for child, source, table in plan.forks:
-            had = next((given for given in releases if given[0] == child), None) if child in self._held else None
-            if had is not None:
-                releases.remove(had)
-                self._put(f"release by {child}", partial(self._release, *had, strict=child not in self._unsettled))
-            if table:
-                self._put(f"fork of {source}", partial(self._fork, child, table))
+        releases = self._put_forks(plan.forks, plan.releases)
         for request_id, pairs in plan.swap_outs:
             what, move = (
                 ("move to the CPU", self.cpu.to_cpu) if request_id in plan.to_cpu else ("swap-out", self.cpu.swap_out)
@@ -163,14 +168,33 @@ class PlanMoves:
             self._give_back(name, [block for table in tables for block in table[keep:]])
             self._held[name] = tuple(table[:keep] for table in tables)
 
-    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """The run is over: give back what was released after the last plan."""
-        for request_id, blocks in releases:
-            strict = request_id not in self._unsettled | self._loading
-            self._put(f"release by {request_id}", partial(self._release, request_id, blocks, strict=strict))
+    def close(self, untold: Untold) -> None:
+        """The run is over: do what no plan has told."""
+        never_used = self._unsettled | self._loading
+        self._put_slid(untold.slid, never_used)
+        for request_id, blocks in self._put_forks(untold.forks, untold.releases):
+            release = partial(self._release, request_id, blocks, strict=request_id not in never_used)
+            self._put(f"release by {request_id}", release)
         while self._journal:
             with suppress(*OUT_OF_MEMORY):  # nobody will read what a move that fails now would have brought
                 self._journal.popleft()[1]()
+
+    def _put_slid(self, slid: Sequence[Given], never_used: Collection[str]) -> None:
+        for request_id, blocks in slid:
+            slide = partial(self._release, request_id, blocks, strict=request_id not in never_used)
+            self._put(f"what slid out of the window of {request_id}", slide)
+
+    def _put_forks(self, forks: Sequence[tuple[str, str, tuple[int, ...]]], releases: Sequence[Given]) -> list[Given]:
+        """Forks, each after its child has given back what it held before; what is left of the releases."""
+        left = list(releases)
+        for child, source, table in forks:
+            had = next((given for given in left if given[0] == child), None) if child in self._held else None
+            if had is not None:
+                left.remove(had)
+                self._put(f"release by {child}", partial(self._release, *had, strict=child not in self._unsettled))
+            if table:
+                self._put(f"fork of {source}", partial(self._fork, child, table))
+        return left
 
     # -- single moves ---------------------------------------------------------------------------------------------
 
@@ -218,9 +242,11 @@ class PlanMoves:
         self._held[name] = tuple(blocks[start : start + length] for start in range(0, len(blocks), length))
 
     def _copy(self, copies: Pairs) -> None:
-        device = self._pool.device
-        sources, targets = (torch.tensor(ids, dtype=torch.int64).to(device) for ids in zip(*copies, strict=True))
-        self._ops.move_blocks(self._pool.rows, self._pool.rows, sources, targets)
+        ids, rows = self._ops.staging.ids, self._pool.rows
+        for start in range(0, len(copies), MAX_IDS):
+            sources, targets = zip(*copies[start : start + MAX_IDS], strict=True)
+            with ids("blocks to copy", sources) as from_ids, ids("copies of blocks", targets) as to_ids:
+                self._ops.move_blocks(rows, rows, from_ids, to_ids)
         self.copied_blocks += len(copies)
 
     def _load(self, name: str, pairs: Pairs) -> None:

@@ -8,6 +8,7 @@ and says which block, which owner and which step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +58,15 @@ class PagedKVPool:
         *,
         checked: bool = False,
         budget: DeviceBudget | None = None,
+        num_model_layers: int | None = None,
     ) -> None:
+        """`num_model_layers`: the model's layers, where several have one place in a block; by default each has its own."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.checked = checked
         """Poison what holds nothing, refuse early reuse, verify owners."""
+        self._budget = budget
         self.clock = StepClock()
         self.tags = OwnerTags(num_blocks)
         arena_bytes = layout.arena_bytes(num_blocks)
@@ -72,29 +76,38 @@ class PagedKVPool:
         """`[arena_bytes]` uint8."""
         if checked:
             self.arena.fill_(POISON)
-        self.scales = torch.ones((layout.num_layers, 2), dtype=torch.float32, device=self.device)
-        """`[num_layers, 2]`: the constant scales of K and V, used by an fp8 cache without a scale a vector."""
+        scaled = layout.num_layers if num_model_layers is None else num_model_layers
+        self.scales = torch.ones((scaled, 2), dtype=torch.float32, device=self.device)
+        """`[num_model_layers, 2]`: the constant scales of K and V, used by an fp8 cache without a scale a vector. They are a layer's, not
+        its place's, and 1 without calibration. **Source:** vLLM, `BaseKVCacheMethod`: `_k_scale`, `_v_scale` of each attention layer.
+        """
         self.rows = BlockRows.of(layout, self.arena, num_blocks + 1)
         """The arena as rows of blocks, for moving and summing them."""
         self._findable: set[int] = set()  # in quarantine, and a prefix cache may still find them: not to be poisoned
-        self._layers = [self._view(layer) for layer in range(layout.num_layers)]
+        self._layers = [self._view(place) for place in range(layout.num_layers)]
+        self._scaled: dict[tuple[int, int], KVView] = {}
 
-    def layer(self, layer: int) -> KVView:
-        """One layer's cache: `[num_blocks + 1, 2, block_size, num_kv_heads, head_dim]` and its scales. With several attention groups
-        the layers that have one place share it: no block is in two of their tables.
+    def layer(self, place: int, layer: int | None = None) -> KVView:
+        """The cache of the model's `layer` (by default the one of that number) at its place in the blocks:
+        `[num_blocks + 1, 2, block_size, num_kv_heads, head_dim]` and its scales. With several attention groups the layers that have one
+        place share it: no block is in two of their tables.
         """
-        return self._layers[layer]
+        if self.layout.scaling != "static" or layer is None:
+            return self._layers[place]
+        if (place, layer) not in self._scaled:
+            self._scaled[place, layer] = self._view(place, layer)
+        return self._scaled[place, layer]
 
-    def _view(self, layer: int) -> KVView:
+    def _view(self, place: int, layer: int | None = None) -> KVView:
         layout = self.layout
-        start = layer * layout.layer_stride_bytes(self.num_blocks)
+        start = place * layout.layer_stride_bytes(self.num_blocks)
         numbers = self.arena.view(getattr(torch, layout.torch_dtype))
         shape = layout.layer_shape(self.num_blocks)
         kv = numbers.as_strided(shape, layout.layer_strides, start // layout.element_bytes)
         if layout.scaling == "none":
             return KVView.of(kv)
         if layout.scaling == "static":
-            return KVView.of(kv, self.scales[layer].view(1, 2, 1, 1).expand(shape[:4]))
+            return KVView.of(kv, self.scales[place if layer is None else layer].view(1, 2, 1, 1).expand(shape[:4]))
         floats = self.arena.view(torch.float32)
         offset = (start + layout.scale_offset_bytes) // 4
         return KVView.of(kv, floats.as_strided(shape[:4], layout.scale_strides, offset), dynamic=True)
@@ -155,6 +168,10 @@ class PagedKVPool:
         for block_id in block_ids:
             self.rows.strided[block_id].fill_(-1)
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Inside, what is allocated does not count against the device's limit."""
+        return nullcontext() if self._budget is None else self._budget.beside()
+
     # -- checking -------------------------------------------------------------------------------------------------
 
     def check_read(self, owner: str, block_table: Sequence[int]) -> None:
@@ -186,7 +203,8 @@ class PagedKVPool:
             block_id = block_table[index]
             low, high = max(first_token - index * size, 0), min(num_tokens - index * size, size)
             for place, layer in places:
-                tokens = _broken_tokens(self._layers[place], block_id, low, high)
+                with self.beside():
+                    tokens = _broken_tokens(self._layers[place], block_id, low, high)
                 if tokens:
                     released = self.tags.last_release(block_id)
                     what = "NO_BLOCK, which holds nothing," if block_id == NO_BLOCK else f"block {block_id}"

@@ -7,7 +7,7 @@ by their storages, and the operating system is asked for the process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,11 +20,15 @@ class MemoryReading:
     """The device's memory at one moment. The lines do not overlap."""
 
     tensors_bytes: int
-    """Weights, step buffers and what captured graphs keep: PyTorch's, beside pool and workspace."""
+    """Weights, constants, buffers and what captured graphs keep: PyTorch's, beside pool and workspace."""
     weights_bytes: int
     """The part of it that are weights."""
     graphs_bytes: int
     """The part of it that captured graphs keep. What the driver takes for graphs besides is not PyTorch's."""
+    buffers_bytes: int
+    """The part of it that input and output of steps take, and what kernels are told of moves."""
+    staging_bytes: int
+    """Memory of the host through which they go: page-locked beside a GPU, and no part of the device."""
     kv_pool_bytes: int
     """The KV pool, used or not."""
     workspace_bytes: int
@@ -78,40 +82,49 @@ class MemoryReader(Protocol):
 
 
 class CpuMemoryReader:
-    """Adds up storages. `tensors` are the long-lived ones beside pool and workspace, weights included."""
+    """Adds up storages. `tensors` are the long-lived ones beside pool, workspace and buffers, weights included; `buffers` tells the bytes
+    of those on the device and on the host.
+    """
 
     def __init__(
         self,
         tensors: Iterable[Any],
         *,
         weights_bytes: int,
+        buffers: Callable[[], tuple[int, int]],
         kv_pool_bytes: int,
         workspace_bytes: int,
         limit_bytes: int | None = None,
     ) -> None:
-        self._tensors, self._weights = storage_bytes(tensors), weights_bytes
+        self._tensors, self._weights, self._buffers = storage_bytes(tensors), weights_bytes, buffers
         self._kv_pool, self._workspace = kv_pool_bytes, workspace_bytes
-        self._total = self._tensors + kv_pool_bytes + workspace_bytes if limit_bytes is None else limit_bytes
+        self._limit = limit_bytes
 
     def read(self) -> MemoryReading:
         """Long-lived storages as they were counted, and the process as it is now."""
+        buffers, staging = self._buffers()
+        tensors = self._tensors + buffers
+        taken = tensors + self._kv_pool + self._workspace
         return MemoryReading(
-            tensors_bytes=self._tensors,
+            tensors_bytes=tensors,
             weights_bytes=self._weights,
             graphs_bytes=0,
+            buffers_bytes=buffers,
+            staging_bytes=staging,
             kv_pool_bytes=self._kv_pool,
             workspace_bytes=self._workspace,
             cached_bytes=0,
             non_torch_bytes=0,
             others_bytes=0,
-            total_bytes=self._total,
+            total_bytes=taken if self._limit is None else self._limit,
             process_bytes=process_bytes(),
         )
 
 
 class CudaMemoryReader:
     """Asks the caching allocator and the driver. `others_bytes` is what other processes held before this one began; `graphs_bytes` what
-    captures left allocated, and what they left free in a memory pool of their own (`DecodeGraphs.allocator_bytes`).
+    captures left allocated, and what they left free in a memory pool of their own (`DecodeGraphs.allocator_bytes`); `buffers` tells the
+    bytes of those on the device and on the host.
     """
 
     def __init__(
@@ -120,16 +133,18 @@ class CudaMemoryReader:
         *,
         weights_bytes: int,
         graphs_bytes: tuple[int, int],
+        buffers: Callable[[], tuple[int, int]],
         kv_pool_bytes: int,
         workspace_bytes: int,
         others_bytes: int,
     ) -> None:
         self._device = device
         self._weights, self._graphs, self._others = weights_bytes, graphs_bytes, others_bytes
-        self._kv_pool, self._workspace = kv_pool_bytes, workspace_bytes
+        self._kv_pool, self._workspace, self._buffers = kv_pool_bytes, workspace_bytes, buffers
 
     def read(self) -> MemoryReading:
         """Between two steps."""
+        buffers, staging = self._buffers()
         allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         in_tensors, kept_free = self._graphs
@@ -138,6 +153,8 @@ class CudaMemoryReader:
             tensors_bytes=allocated - self._kv_pool - self._workspace + kept_free,
             weights_bytes=self._weights,
             graphs_bytes=in_tensors + kept_free,
+            buffers_bytes=buffers,
+            staging_bytes=staging,
             kv_pool_bytes=self._kv_pool,
             workspace_bytes=self._workspace,
             cached_bytes=reserved - allocated - kept_free,

@@ -12,7 +12,7 @@ import torch
 
 from sim.catalog.dtypes import dtype_name
 from sim.catalog.models import MODELS
-from sim.core.config import ConfigError, EngineConfig
+from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.groups import tables_of
 from sim.core.request import RequestSpec
@@ -26,22 +26,22 @@ from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
 from .decoder_room import decode_splits, workspace_bytes
 from .device import find_device, make_current
+from .device_room import DeviceRoom
 from .executor import TorchExecutor
 from .forward_pass import ForwardPass
 from .layer_groups import LayerGroups
 from .layout import KVLayout
-from .machine import available_bytes, machine_facts
-from .metering import GIB, DeviceBudget, StorageMeter
+from .machine import machine_facts
+from .metering import StorageMeter
 from .model import Decoder
 from .op_timeline import OpTimeline
 from .ops import Ops
 from .pool import PagedKVPool
-from .readings import CpuMemoryReader, CudaMemoryReader, MemoryReader, StepReading
+from .readings import CpuMemoryReader, CudaMemoryReader, MemoryReader, StepReading, storage_bytes
 from .real_settings import RealSettings
 from .swap import BlockMover
 from .tokens import TokenBook
 from .weights import DecoderWeights
-from .workspace import Workspace
 
 
 class RealEngine:
@@ -70,11 +70,10 @@ class RealEngine:
         self._on_step, self._recorder = on_step, recorder
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        self._budget = None if settings.memory_limit_bytes is None else DeviceBudget(settings.memory_limit_bytes)
-        self._check_weights()
+        self._room = DeviceRoom(self.device, settings.memory_limit_bytes)
+        self._room.check_weights(settings.shape, self.dtype)
         self.weights = self._load()
-        if self._budget is not None:
-            self._budget.reserve("weights", self.weights.num_bytes)
+        self._room.reserve("weights", self.weights.num_bytes)
 
     def executor(self, core: EngineCore) -> TorchExecutor:
         """An executor for `core`, with a pool of the core's size.
@@ -90,7 +89,7 @@ class RealEngine:
         seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
         splits = tuple(decode_splits(self.config, engine, self.device, count + 1) for count in range(seqs))
         most = settings.micro_batch_tokens
-        room = settings.workspace_bytes or workspace_bytes(
+        wanted = settings.workspace_bytes or workspace_bytes(
             self.config,
             engine if most is None else _at_most(engine, most),
             element_bytes=torch.empty(0, dtype=self._torch_dtype).element_size(),
@@ -105,9 +104,22 @@ class RealEngine:
             dtype=self.dtype,
             kv_cache_dtype=settings.kv_cache_dtype,
         )
-        self._check_room(layout.arena_bytes(engine.num_gpu_blocks), room)
-        pool = PagedKVPool(layout, engine.num_gpu_blocks, self.device, checked=settings.checked, budget=self._budget)
-        workspace = Workspace(room, self.device, budget=self._budget)
+        self._room.check_pool(layout.arena_bytes(engine.num_gpu_blocks), wanted)
+        pool = PagedKVPool(
+            layout,
+            engine.num_gpu_blocks,
+            self.device,
+            checked=settings.checked,
+            budget=self._room.budget,
+            num_model_layers=shape.num_layers,
+        )
+        model = Decoder(
+            self.config, self.weights, ops, max_positions=engine.max_model_len, splits=splits, groups=groups
+        )
+        buffers = self._buffers(engine, ops)
+        self._room.reserve("constants", storage_bytes(_constants(model, pool)))
+        self._room.reserve("buffers", buffers.held_bytes[0])
+        workspace = self._room.workspace(wanted, given=settings.workspace_bytes is not None)
         if ops.meant == "torch":
             ops.scratch = workspace
         mover, tier = (
@@ -115,13 +127,7 @@ class RealEngine:
             for count in (engine.num_cpu_blocks, engine.num_cpu_prefix_blocks)
         )
         forward = ForwardPass(
-            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, splits=splits, groups=groups),
-            pool,
-            workspace,
-            self._buffers(engine),
-            self.tokens,
-            sampling=settings.sampling,
-            most_tokens=most,
+            model, pool, workspace, buffers, self.tokens, sampling=settings.sampling, most_tokens=most
         )
         if self.device.type == "cuda":
             forward.warm_up()
@@ -140,7 +146,7 @@ class RealEngine:
             ),
             is_cached=core.pool.index.__contains__,
             tables=tables_of(core.pool, engine),
-            watch=None if self._budget is None else StorageMeter(self._budget),
+            watch=None if self._room.budget is None else StorageMeter(self._room.budget),
             on_step=self._on_step if self._recorder is None else self._recorder(index),
             memory=None if self._recorder is None else self._reader(forward),
             timeline=OpTimeline(settings.peak_step) if settings.peak_step is not None and index == 0 else None,
@@ -170,53 +176,23 @@ class RealEngine:
         forward.capture(plan.full_sizes, CudaCapture(self.device) if cuda else CallAgain())
 
     def _reader(self, forward: ForwardPass) -> MemoryReader:
-        sizes = {
+        sizes: dict[str, Any] = {
             "weights_bytes": self.weights.num_bytes,
+            "buffers": lambda: forward.buffers.held_bytes,
             "kv_pool_bytes": forward.pool.arena.untyped_storage().nbytes(),
             "workspace_bytes": forward.workspace.num_bytes,
         }
         if self.device.type == "cuda":
             graphs = (0, 0) if forward.graphs is None else forward.graphs.allocator_bytes
             return CudaMemoryReader(self.device, graphs_bytes=graphs, others_bytes=self.settings.others_bytes, **sizes)
-        tensors = [*self.weights.tensors, *forward.buffers.tensors, forward.pool.scales, forward.model.rope_table]
+        tensors = [*self.weights.tensors, *_constants(forward.model, forward.pool)]
         return CpuMemoryReader(tensors, limit_bytes=self.settings.memory_limit_bytes, **sizes)
-
-    def _check_weights(self) -> None:
-        """Find out before the weights are made that they will not fit. Raises ConfigError with what would be right."""
-        shape, free = self.settings.shape, self._free_bytes()
-        weights = shape.weight_bytes(self.dtype)
-        if free is not None and weights > free:
-            raise ConfigError(
-                f"the weights of {shape.name} in {self.dtype} ({weights / GIB:.2f} GiB) do not fit into the {free / GIB:.2f} GiB that "
-                f"are free on {self.device}; take a smaller model, or simulate it"
-            )
-
-    def _check_room(self, pool_bytes: int, workspace: int) -> None:
-        """Find out before the pool is taken that it will not fit. Raises ConfigError with what would be right."""
-        free = self._free_bytes()
-        if free is not None and pool_bytes + workspace > free:
-            lower = (
-                "gpu_memory_utilization or num_gpu_blocks_override"
-                if self.device.type == "cuda"
-                else "num_gpu_blocks_override"
-            )
-            raise ConfigError(
-                f"the KV pool ({pool_bytes / GIB:.2f} GiB) and the workspace ({workspace / GIB:.2f} GiB) do not fit into the "
-                f"{free / GIB:.2f} GiB that are free on {self.device}; lower {lower}"
-            )
-
-    def _free_bytes(self) -> int | None:
-        """What the device has left; None where the system does not tell."""
-        if self.device.type != "cuda":
-            return available_bytes()
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(self.device)[0])
 
     @property
     def _torch_dtype(self) -> Any:
         return getattr(torch, self.dtype)
 
-    def _buffers(self, engine: EngineConfig) -> BatchBuffers:
+    def _buffers(self, engine: EngineConfig, ops: Ops) -> BatchBuffers:
         blocks = -(-engine.max_model_len // engine.block_size)
         seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
         return BatchBuffers(
@@ -225,6 +201,7 @@ class RealEngine:
             max_blocks=blocks,
             device=self.device,
             num_groups=len(engine.groups),
+            staging=ops.staging,
         )
 
     def _load(self) -> DecoderWeights:
@@ -246,3 +223,8 @@ def _at_most(engine: EngineConfig, tokens: int) -> EngineConfig:
         max_num_seqs=min(engine.max_num_seqs, tokens),
         enable_chunked_prefill=True,
     )
+
+
+def _constants(model: Decoder, pool: PagedKVPool) -> list[Any]:
+    """Tensors that are no weights, and as old: the table of rotations, and the scales of an fp8 cache."""
+    return [model.rope_table, pool.scales]

@@ -7,7 +7,7 @@ second every transfer hands its caller a fence, behind which the blocks are to b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from .fences import CudaFence, Fence, StepFence
 from .kernels.block_rows import BlockRows
 from .ops import Ops
 from .pool import PagedKVPool
+from .staging import MAX_IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +33,6 @@ class Transfer:
     """Passes when every block has arrived; until then neither end may be reused."""
 
 
-class _IdBuffers:
-    """Block ids on their way to a CUDA device: pairs of a pinned and a device buffer, used again once their fence has passed,
-    so that a steady state allocates none.
-    """
-
-    def __init__(self, size: int, device: Any) -> None:
-        self._size, self._device = size, device
-        self._pairs: list[tuple[Any, Any, CudaFence | None]] = []
-
-    def send(self, ids: Sequence[int]) -> tuple[Any, Callable[[], None]]:
-        """Copy ids to the device on the current stream; returns `[len(ids)]` int64 there, and what to call once all work that
-        reads them has been submitted to the current stream.
-        """
-        pair = next((pair for pair in self._pairs if pair[2] is not None and pair[2].passed()), None)
-        if pair is not None:
-            self._pairs.remove(pair)
-            host, there = pair[:2]
-        else:
-            host = torch.empty(self._size, dtype=torch.int64, pin_memory=True)
-            there = torch.empty(self._size, dtype=torch.int64, device=self._device)
-        host[: len(ids)].copy_(torch.tensor(ids, dtype=torch.int64))
-        there[: len(ids)].copy_(host[: len(ids)], non_blocking=True)
-        return there[: len(ids)], lambda: self._pairs.append((host, there, CudaFence()))
-
-
 class BlockMover:
     """Saves blocks of a device pool in a CPU pool and brings them back, in batches of `staging_blocks`.
 
@@ -66,12 +42,18 @@ class BlockMover:
     """
 
     def __init__(
-        self, pool: PagedKVPool, cpu_pool: CpuBlockPool, ops: Ops, *, staging_blocks: int = 64, latency_steps: int = 0
+        self,
+        pool: PagedKVPool,
+        cpu_pool: CpuBlockPool,
+        ops: Ops,
+        *,
+        staging_blocks: int = MAX_IDS,
+        latency_steps: int = 0,
     ) -> None:
         self.pool, self.cpu_pool, self.ops = pool, cpu_pool, ops
         self.staging_blocks = staging_blocks
         self.latency_steps = latency_steps
-        self._put_off: list[tuple[Fence, BlockRows, BlockRows, Any, Any]] = []
+        self._put_off: list[tuple[Fence, list[int], list[int], bool]] = []
         self._stream: Any = None
         if pool.device.type == "cuda":
             self._stream = torch.cuda.Stream(pool.device)
@@ -80,7 +62,6 @@ class BlockMover:
             self._staging_rows = BlockRows.of(pool.layout, self._staging, staging_blocks, dense=True)
             self._places = torch.arange(staging_blocks, device=pool.device)
             self._bytes = self._staging.view(staging_blocks, pool.layout.block_bytes)
-            self._ids = _IdBuffers(max(pool.num_blocks, 1), pool.device)
             self._cpu_bytes = cpu_pool.buffer.view(cpu_pool.num_blocks, pool.layout.block_bytes)
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Transfer:
@@ -101,8 +82,8 @@ class BlockMover:
         """Do the copies that were put off and are due (CPU device with `latency_steps`)."""
         due = [move for move in self._put_off if move[0].passed()]
         self._put_off = [move for move in self._put_off if not move[0].passed()]
-        for _, source, target, source_ids, target_ids in due:
-            self.ops.move_blocks(source, target, source_ids, target_ids)
+        for _, block_ids, slots, out in due:
+            self._move(block_ids, slots, out=out)
 
     # -- the two ways ---------------------------------------------------------------------------------------------
 
@@ -118,16 +99,28 @@ class BlockMover:
         return Transfer(len(block_ids), len(block_ids) * self.pool.layout.block_bytes, fence)
 
     def _on_cpu(self, block_ids: list[int], slots: list[int], *, out: bool) -> Fence:
-        device = (self.pool.rows, torch.tensor(block_ids, dtype=torch.int64))
-        host = (self.cpu_pool.rows, torch.tensor(slots, dtype=torch.int64))
-        (source, source_ids), (target, target_ids) = (device, host) if out else (host, device)
         clock = self.pool.clock
         fence = StepFence(clock, clock.step - 1 + self.latency_steps)
         if fence.passed() or self.latency_steps == 0:
-            self.ops.move_blocks(source, target, source_ids, target_ids)
+            self._move(block_ids, slots, out=out)
             return StepFence(clock, clock.completed)
-        self._put_off.append((fence, source, target, source_ids, target_ids))
+        self._put_off.append((fence, block_ids, slots, out))
         return fence
+
+    def _move(self, block_ids: list[int], slots: list[int], *, out: bool) -> None:
+        """Copy between the pools by the CPU, which reaches both."""
+        pools = (self.pool.rows, self.cpu_pool.rows)
+        for blocks, places in self._batches(block_ids, slots):
+            ids = self.ops.staging.ids
+            with ids("blocks to move", blocks) as here, ids("places in the CPU pool", places) as there:
+                (source, target), ends = (pools, (here, there)) if out else (pools[::-1], (there, here))
+                self.ops.move_blocks(source, target, *ends)
+
+    def _batches(self, block_ids: list[int], slots: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """Block ids and slots, `staging_blocks` at a time."""
+        for start in range(0, len(block_ids), self.staging_blocks):
+            stop = start + self.staging_blocks
+            yield block_ids[start:stop], slots[start:stop]
 
     def _order_after_compute(self) -> None:
         """The copy stream waits for what the current stream was given: the writers of what is saved, and the last readers
@@ -138,21 +131,19 @@ class BlockMover:
     def _on_cuda(self, block_ids: list[int], slots: list[int], *, out: bool) -> Fence:
         self._order_after_compute()
         with torch.cuda.stream(self._stream):
-            ids, done = self._ids.send(block_ids)
-            for start in range(0, len(block_ids), self.staging_blocks):
-                batch = slots[start : start + self.staging_blocks]
-                chosen, places = ids[start : start + len(batch)], self._places[: len(batch)]
-                if out:
-                    self.ops.move_blocks(self.pool.rows, self._staging_rows, chosen, places)
-                for place, slot, length in runs(batch):
-                    staged, kept = self._bytes[place : place + length], self._cpu_bytes[slot : slot + length]
+            for blocks, batch in self._batches(block_ids, slots):
+                places = self._places[: len(batch)]
+                with self.ops.staging.ids("blocks to move", blocks) as chosen:
                     if out:
-                        kept.copy_(staged, non_blocking=True)
-                    else:
-                        staged.copy_(kept, non_blocking=True)
-                if not out:
-                    self.ops.move_blocks(self._staging_rows, self.pool.rows, places, chosen)
-            done()
+                        self.ops.move_blocks(self.pool.rows, self._staging_rows, chosen, places)
+                    for place, slot, length in runs(batch):
+                        staged, kept = self._bytes[place : place + length], self._cpu_bytes[slot : slot + length]
+                        if out:
+                            kept.copy_(staged, non_blocking=True)
+                        else:
+                            staged.copy_(kept, non_blocking=True)
+                    if not out:
+                        self.ops.move_blocks(self._staging_rows, self.pool.rows, places, chosen)
             fence = CudaFence(self._stream)
         if not out:
             fence.order()  # what reads the restored blocks comes after them

@@ -118,7 +118,9 @@ class RunTable(Table):
         None, ge=1, description="executor torch: most tokens of one forward pass; a step of more is computed in several"
     )
     device_limit_bytes: int | None = file_only(
-        None, ge=1, description="executor torch on the CPU: a hard limit on what the run may take of it"
+        None,
+        ge=1,
+        description="executor torch on the CPU: it has so many bytes, of which steps get what all else leaves",
     )
     faults: list[dict[str, str | float]] | None = file_only(
         None, description="injected memory faults: kind, at_s, until_s, gib, every_s"

@@ -29,7 +29,7 @@ from sim.core.clock import to_s
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.need import blocks_for
-from sim.core.plan import ScheduledRequest, StepPlan
+from sim.core.plan import ScheduledRequest, StepPlan, Untold
 from sim.core.request import RequestSpec
 
 from .design import DesignPoint, Limits, Share
@@ -163,7 +163,7 @@ class StepRig:
                 f"step {point.point} ({point.kind}, {point.shape.num_tokens} tokens) ran out of memory: "
                 f"{result.oom.requested_bytes:,} bytes for {result.oom.op}, {result.oom.free_bytes:,} were free"
             )
-        self.executor.close([(share.request_id, share.block_table) for share in scheduled])
+        self.executor.close(Untold(releases=tuple((share.request_id, share.block_table) for share in scheduled)))
         assert self._reading is not None
         return Timed(
             duration_us=to_s(result.durations.total_fs) * 1e6,
@@ -177,7 +177,7 @@ class StepRig:
         """After a step that was taken back: its sequences hold the blocks of their contexts, and what was moved is where it was put."""
         size = self.limits.block_size
         held = [(share.request_id, share.block_table[: blocks_for(share.context_tokens, size)]) for share in scheduled]
-        self.executor.close([(name, blocks) for name, blocks in held if blocks])
+        self.executor.close(Untold(releases=tuple((name, blocks) for name, blocks in held if blocks)))
         if self.executor.pool.device.type == "cuda":
             torch.cuda.empty_cache()
 

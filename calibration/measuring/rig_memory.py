@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gpu.batch import BatchBuffers
+from gpu.batch import input_bytes
 from gpu.decoder_room import decode_splits, workspace_bytes
 from gpu.device import device_facts
 from gpu.executor import TorchExecutor
@@ -61,7 +61,7 @@ def memory_lines(executor: TorchExecutor, limits: Limits, before: Before) -> dic
         "kv_cache_bytes": counters.reserved_bytes,
         "kv_block_bytes": counters.reserved_bytes // (limits.num_gpu_blocks + 1),
         "workspace_bytes": executor.workspace.num_bytes,
-        "buffers_bytes": _buffers_bytes(forward.buffers, pool.device) + storage_bytes([executor.model.rope_table]),
+        "buffers_bytes": forward.buffers.held_bytes[0] + storage_bytes([executor.model.rope_table]),
         "cuda_graphs_bytes": graphs,
         "context_bytes": before.context_bytes,
         "process_bytes_before_model": before.process_bytes,
@@ -102,11 +102,10 @@ def _by_limits(executor: TorchExecutor, limits: Limits) -> Iterator[dict[str, in
                     max_num_seqs=seqs,
                     max_num_batched_tokens=max(tokens, seqs),
                 )
-                buffers = BatchBuffers(
+                inputs = input_bytes(
                     max_tokens=engine.max_num_batched_tokens,
                     max_seqs=seqs,
                     max_blocks=blocks_for(longest, limits.block_size),
-                    device="cpu",
                 )
                 yield {
                     "max_num_batched_tokens": engine.max_num_batched_tokens,
@@ -119,13 +118,8 @@ def _by_limits(executor: TorchExecutor, limits: Limits) -> Iterator[dict[str, in
                         splits=[decode_splits(model.config, engine, device, count) for count in range(1, seqs + 1)],
                         twins=model.ops.meant == "torch",
                     ),
-                    "buffers_bytes": _buffers_bytes(buffers, torch.device("cpu")) + row_bytes * longest,
+                    "buffers_bytes": inputs + model.ops.staging.on_device.reserved_bytes + row_bytes * longest,
                 }
-
-
-def _buffers_bytes(buffers: BatchBuffers, device: Any) -> int:
-    """Storages on a device: of a buffer and its pinned twin on the host the one that is there."""
-    return storage_bytes(tensor for tensor in buffers.tensors if tensor.device.type == device.type)
 
 
 def _smaller(limit: int) -> list[int]:

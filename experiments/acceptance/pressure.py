@@ -6,13 +6,13 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
-from sim.core.plan import StepPlan, StepResult
+from sim.core.plan import StepPlan, StepResult, Untold
 from sim.core.request import RequestSpec
 from sim.costs import FixedCost
 from sim.world.run import run_world
@@ -109,9 +109,9 @@ class _Watched:
         self.metered_steps += self._book.steps - before
         return result
 
-    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    def close(self, untold: Untold) -> None:
         """Passed on."""
-        self.inner.close(releases)
+        self.inner.close(untold)
 
 
 class _Book:

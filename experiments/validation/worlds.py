@@ -103,10 +103,6 @@ def run_for_real(
         check=checked,
         decision_log=decisions.append,
     )
-    for child, source in decisions[-1].get("forked", ()) if decisions else ():
-        engine.tokens.fork(
-            child, source
-        )  # whoever ends by the fork that starts it, after the last plan, is told to no executor
     made, pool = engine.executors[0], cores[0].pool
     made.pool.check(cores[0].running_tables)
     return Recorded(

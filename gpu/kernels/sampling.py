@@ -54,14 +54,12 @@ def key_bits(dtype: Any) -> int:
     return {torch.bfloat16: 16, torch.float16: 20}.get(dtype, 32)
 
 
-def check_tokens(tokens: Any, names: list[str]) -> list[int]:
-    """The drawn tokens as numbers. Waits for the device.
+def check_tokens(drawn: list[int], names: list[str]) -> None:
+    """Verify that a token was drawn from every row.
 
     Raises:
         BrokenLogitsError: a row had logits that are not a number; `names` says whose rows they are.
     """
-    drawn: list[int] = tokens.tolist()
     broken = [name for name, token in zip(names, drawn, strict=True) if token < 0]
     if broken:
         raise BrokenLogitsError(f"logits of {', '.join(broken)} are not numbers")
-    return drawn

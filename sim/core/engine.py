@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from .admission import Displacement, Rejection, no_answer
 from .audit import check_books
@@ -21,7 +20,7 @@ from .groups import tables_of
 from .lag import Lag
 from .loads import Load
 from .log import Decisions, DecisionSink
-from .plan import ScheduledRequest, StepPlan, StepResult
+from .plan import ScheduledRequest, StepPlan, StepResult, as_told
 from .policy import Policy, scheduling_policy
 from .prefix import BlockKeys, KeyTable
 from .pressure import Pressure
@@ -30,8 +29,6 @@ from .request import Outcome, Request, RequestSpec, State
 from .saves import Save
 from .scheduler import Scheduler
 from .stretch import log_rows, scheduled_in, shape_of, steps_alike
-
-T = TypeVar("T")
 
 
 class EngineCore(EngineFacts):
@@ -175,13 +172,13 @@ class EngineCore(EngineFacts):
             start_fs=now_fs,
             shape=replace(shape, after_pause=True) if after_pause else shape,
             copies=tuple(decisions.copied),
-            swap_outs=_frozen(decisions.swapped_out),
-            swap_ins=_frozen(decisions.swapped_in),
-            slid=_frozen(self._slid),
+            swap_outs=as_told(decisions.swapped_out),
+            swap_ins=as_told(decisions.swapped_in),
+            slid=as_told(self._slid),
             saves=saves,
             loads=loads,
             to_cpu=tuple(decisions.to_cpu),
-            releases=_frozen(decisions.released),
+            releases=as_told(decisions.released),
             forks=tuple(decisions.forked),
             admitted=tuple(decisions.admitted),
             preempted=tuple(decisions.preempted),
@@ -427,8 +424,3 @@ class EngineCore(EngineFacts):
         assert self._sink is not None
         assert self._draft is not None
         self._sink(decisions.entry(step, log_rows(self._draft, self._scheduler, grown)), start_fs)
-
-
-def _frozen(entries: list[tuple[str, list[T]]]) -> tuple[tuple[str, tuple[T, ...]], ...]:
-    """As a plan tells them."""
-    return tuple([(request_id, tuple(items)) for request_id, items in entries]) if entries else ()

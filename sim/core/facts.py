@@ -10,6 +10,7 @@ from .departures import Departures
 from .lag import Lag
 from .log import Decisions
 from .offload import Offload
+from .plan import Untold, as_told
 from .pressure import Pressure
 from .request import Request
 from .scheduler import Scheduler
@@ -140,17 +141,10 @@ class EngineFacts:
         return 0 if self._offload is None else self._offload.loads.hit_tokens
 
     @property
-    def pending_releases(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Blocks given back since the latest plan, as `StepPlan.releases`: what an executor has not been told yet. Blocks that were
-        shared by a fork since then, and given back, it never knew of.
-        """
-        given = (*self._slid, *self._decisions.released)
-        releases = [(request_id, tuple(blocks)) for request_id, blocks in given]
-        for child, _, table in self._decisions.forked:
-            untold = (child, tuple(block_id for block_id in table if block_id))
-            if table and untold in releases:
-                releases.remove(untold)
-        return tuple(releases)
+    def untold(self) -> Untold:
+        """What became of blocks and sequences since the latest plan, which an executor has not been told yet."""
+        decisions = self._decisions
+        return Untold(slid=as_told(self._slid), releases=as_told(decisions.released), forks=tuple(decisions.forked))
 
     @property
     def running_tables(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from .batch_shape import BatchShape
 from .clock import to_s
 from .durations import Durations
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,18 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Untold:
+    """What became of blocks and sequences since the latest plan: when no other plan follows, nothing else tells an executor of it."""
+
+    slid: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """As `StepPlan.slid`."""
+    releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """As `StepPlan.releases`."""
+    forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    """As `StepPlan.forks`: also of sequences that ended with the very token that they were forked with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OomReport:
     """A step that ran out of memory: the engine takes it back and goes on smaller."""
 
@@ -143,3 +157,8 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Do (or price) every step of `plan`; a stretch of k steps gives k durations."""
         ...
+
+
+def as_told(entries: Sequence[tuple[str, Sequence[T]]]) -> tuple[tuple[str, tuple[T, ...]], ...]:
+    """`(request_id, items)` as plans tell them."""
+    return tuple([(request_id, tuple(items)) for request_id, items in entries]) if entries else ()

@@ -29,7 +29,8 @@ def _facts(executor: Mapping[str, Any]) -> str:
         f"{count(executor['steps'])} steps on {executor['device']}, {count(executor['oom_steps'])} of them out of memory, "
         f"{count(executor['split_steps'])} in several passes",
         f"weights {gib(sizes['weights'])}, KV pool {gib(sizes['kv_cache'])}, workspace {gib(sizes['workspace'])} "
-        f"(used {gib(sizes['workspace_high_water'])} at the most)",
+        f"(used {gib(sizes['workspace_high_water'])} at the most), input and output of steps {gib(sizes['buffers'])}, through "
+        f"{gib(sizes['staging'])} of the host's memory",
         f"in the end {plural(blocks['allocated'], 'block')} held, {plural(blocks['quarantined'], 'block')} in quarantine",
     ]
     graphs = executor.get("graphs")

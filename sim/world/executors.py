@@ -4,20 +4,19 @@ measured, one that plays it back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from sim.core.durations import Durations
-from sim.core.plan import Executor, OomReport, StepPlan, StepResult
+from sim.core.plan import Executor, OomReport, StepPlan, StepResult, Untold
 from sim.costs.protocol import CostModel
 
 
 @runtime_checkable
 class HoldsBlocks(Protocol):
-    """An executor with blocks of its own, that must hear of the last releases too."""
+    """An executor with blocks of its own, that must hear of what no plan tells it too."""
 
-    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """The run is over; `releases` are those that no plan has told, as `StepPlan.releases`."""
+    def close(self, untold: Untold) -> None:
+        """The run is over, and this is what became of blocks and sequences after its latest plan."""
         ...
 
 
@@ -62,10 +61,10 @@ class PricedExecutor:
         durations = self._prices.execute(plan).durations.prefix(result.steps)
         return StepResult(durations=durations, stopped=result.stopped, tokens=result.tokens, oom=result.oom)
 
-    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    def close(self, untold: Untold) -> None:
         """Passed on."""
         if isinstance(self._inner, HoldsBlocks):
-            self._inner.close(releases)
+            self._inner.close(untold)
 
 
 class StepRecord(NamedTuple):
@@ -103,10 +102,10 @@ class RecordingExecutor:
             self.recording[plan.step + index] = StepRecord(duration_fs, oom, share)
         return result
 
-    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    def close(self, untold: Untold) -> None:
         """Passed on."""
         if isinstance(self.inner, HoldsBlocks):
-            self.inner.close(releases)
+            self.inner.close(untold)
 
 
 class ReplayExecutor:

@@ -119,7 +119,7 @@ def run_world(
         env.run()
     for core, served_by in zip(engines, executors, strict=True):
         if isinstance(served_by, HoldsBlocks):
-            served_by.close(core.pending_releases)
+            served_by.close(core.untold)
         core.close(int(env.now))
     if log is not None:
         log.close()

@@ -127,7 +127,8 @@ def test_plans_tell_of_every_block_that_is_given_back(load: Load, stepping: bool
     log: list[dict[str, object]] = []
     load.run(stepping=stepping, executor=executor, decision_log=log.append)
     last = [] if not log or log[-1]["scheduled"] else log[-1]["released"]  # decided after the last plan
-    books[0].settle(books[0].core.steps, (*books[0].core.pending_releases, *last))
+    untold = books[0].core.untold
+    books[0].settle(books[0].core.steps, (*untold.slid, *untold.releases, *last))
     assert not any(books[0].held.values())
 
 

@@ -51,6 +51,7 @@ def test_the_lines_of_a_reading_do_not_overlap_and_add_up(memory):
         "cuda",
         weights_bytes=15 * GIB,
         graphs_bytes=(32 * MIB, 2 * GIB),
+        buffers=lambda: (6 * MIB, 9 * MIB),
         kv_pool_bytes=30 * GIB,
         workspace_bytes=4 * GIB,
         others_bytes=1 * GIB,
@@ -58,6 +59,7 @@ def test_the_lines_of_a_reading_do_not_overlap_and_add_up(memory):
     found = reader.read()
     assert found.tensors_bytes == 16 * GIB + 2 * GIB  # with what the graphs keep free for themselves
     assert found.graphs_bytes == 32 * MIB + 2 * GIB
+    assert (found.buffers_bytes, found.staging_bytes) == (6 * MIB, 9 * MIB)  # in the tensors, and in the host's memory
     assert found.cached_bytes == 1 * GIB
     assert found.non_torch_bytes == 2 * GIB
     lines = (

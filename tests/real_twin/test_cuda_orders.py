@@ -20,7 +20,6 @@ from gpu.decoder_config import DecoderConfig
 from gpu.decoder_room import decode_splits
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
-from gpu.step_buffer import StepArena
 from gpu.swap import BlockMover
 from gpu.workspace import WorkspaceFullError
 from sim.catalog.models import model_shape
@@ -28,7 +27,7 @@ from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.plan import ScheduledRequest
 from sim.core.request import RequestSpec
-from tests.support.fake_cuda import Log, fake_cuda
+from tests.support.fake_cuda import FakeEvent, Log, fake_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
@@ -156,14 +155,17 @@ def test_a_copy_whose_fence_nobody_orders_is_seen(monkeypatch):
 
 
 def hasty_refills(log: Log) -> int:
-    """Steps' buffers that are sent although the host has not waited since it sent the last ones: it has written over them."""
-    found, under_way = 0, False
-    for what, stream, _ in log.entries:
-        if what == "copy cpu to cuda" and stream == "main":
-            found += under_way
-            under_way = True
+    """Copies of what the host has written from memory from which an earlier one may still be under way: it was written over. Blocks that
+    come back from the CPU pool are two-dimensional, and written by nobody.
+    """
+    found, under_way = 0, set()
+    for what, _, detail in log.entries:
+        if what == "copy cpu to cuda" and detail[1][1].dim() == 1:
+            source = detail[1][1].untyped_storage()._cdata
+            found += source in under_way
+            under_way.add(source)
         elif what in ("synchronize event", "synchronize", "read"):
-            under_way = False
+            under_way.clear()
     return found
 
 
@@ -175,16 +177,34 @@ def three_parts_of_a_prompt(log: Log) -> None:
     assert executor.forward.num_passes == 3
 
 
-def test_the_next_micro_batch_is_written_when_the_last_one_has_left_the_host(monkeypatch):
-    """The device copies pinned memory when it comes to it: by then the third pass would have been written over the second."""
+def test_the_next_micro_batch_is_written_elsewhere_while_the_last_one_is_sent(monkeypatch):
+    """The device copies pinned memory when it comes to it: by then the next pass would have been written over it. Nobody waits for that."""
     with fake_cuda() as log:
         three_parts_of_a_prompt(log)
     assert len(log.of("copy cpu to cuda")) == 3  # and each is one copy
     assert hasty_refills(log) == 0
-    monkeypatch.setattr(StepArena, "refill", lambda self: self._used.clear())
+    assert log.of("synchronize event", "synchronize", "read") == []
+    monkeypatch.setattr(FakeEvent, "query", lambda self: True)
     with fake_cuda() as log:
         three_parts_of_a_prompt(log)
     assert hasty_refills(log) == 2
+
+
+@pytest.mark.parametrize(("name", "preset_name"), [("swaps-0", "vllm-v0"), ("beams-0", "vllm-v1")])
+def test_no_buffer_is_leased_again_while_a_copy_reads_it(name, preset_name):
+    """Over whole runs, ids of moved and copied blocks included."""
+    log, run = run_on_fake(name, preset_name, checked=False)
+    assert run.report["swapped_out_blocks"] + run.report["copied_blocks"] > 0
+    assert hasty_refills(log) == 0
+
+
+def test_what_was_sampled_is_read_through_pinned_memory_and_waited_for():
+    with fake_cuda() as log:
+        executor = made(log)
+        log.entries.clear()
+        executor.forward.run([ScheduledRequest("r", 40, 0, (1, 2, 3), samples=True)])
+    kinds = [what for what, _, _ in log.of("launch", "copy cuda to cpu", "record", "synchronize event")]
+    assert kinds[-4:] == ["launch", "copy cuda to cpu", "record", "synchronize event"]
 
 
 # -- captures --------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gpu import CpuOutOfMemoryError, DeviceBudget, KVLayout, PagedKVPool
 from gpu.fences import FenceError
-from gpu.kernels.blocks_twin import store_kv_twin
+from gpu.kernels.blocks_twin import gather_kv, store_kv_twin
 from gpu.owners import ForeignReadError, OwnerTags
 from gpu.pool import PoisonedReadError
 from sim.core.blocks import BlockPool, DoubleFreeError, IntegrityError
@@ -53,6 +53,23 @@ def test_poison_is_nan_in_every_format(kv_cache_dtype):
     view = PagedKVPool(layout, 2, checked=True).layer(0)
     assert view.kv.float().isnan().all()
     assert not view.dynamic or view.scale.isnan().all()
+
+
+def test_an_fp8_layer_has_its_own_scales_also_where_two_have_one_place():
+    """As in vLLM, where they are the attention layer's: 8 by a scale of 2 is kept as 4, by one of 4 as 2, and both are read as 8."""
+    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=8, kv_cache_dtype="fp8")
+    pool = PagedKVPool(layout, 4, num_model_layers=3)  # layers 0 and 2 have place 0 in the blocks of two groups
+    assert (pool.scales == 1.0).all()  # without calibration
+    pool.scales[:, 0] = torch.tensor([2.0, 1.0, 4.0])
+    eights = torch.full((1, 2, 16), 8.0)
+    for layer, block in ((0, 1), (2, 2)):
+        store_kv_twin(eights, eights, pool.layer(0, layer), torch.tensor([block * 8]))
+    assert [pool.layer(0, 0).kv[block, 0, 0].float().unique().tolist() for block in (1, 2)] == [[4.0], [2.0]]
+    assert [pool.layer(0, 0).kv[block, 1, 0].float().unique().tolist() for block in (1, 2)] == [[8.0], [8.0]]
+    for layer, block in ((0, 1), (2, 2)):
+        found = torch.empty(2, 8, 16)
+        gather_kv(pool.layer(0, layer), torch.tensor([block]), found, 0)
+        assert (found[:, 0] == 8.0).all()
 
 
 def test_the_arena_is_taken_once_and_its_bytes_are_counted():
@@ -168,14 +185,20 @@ def test_blocks_that_were_never_in_the_pool_are_refused(pool):
 def test_a_leak_is_counted_and_every_missing_block_is_named_with_its_owner():
     # SGLang #11970 had 59 missing slots and no way to tell whose
     pool = PagedKVPool(LAYOUT, 100)
-    pool.assign("gone", range(1, 60), 0)
+    pool.begin_step(3)
+    pool.assign("gone", range(1, 30), 0)
+    pool.begin_step(5)
+    pool.assign("gone", range(1, 60), 0)  # 29 of them it has had since step 3
     pool.assign("here", [60, 61], 0)
     with pytest.raises(
-        IntegrityError, match="59 blocks differ: block 1 is held by gone on the device and by nobody"
+        IntegrityError, match=r"59 blocks differ: block 1 is held by gone \(since step 3\) on the device and by nobody"
     ) as error:
         pool.check([("here", [0, 60, 61])])
     assert "and 49 more" in str(error.value)
-    pool.release("gone", range(1, 60))
+    pool.release("gone", range(1, 30))
+    with pytest.raises(IntegrityError, match=r"30 blocks differ: block 30 is held by gone \(since step 5\)"):
+        pool.check([("here", [0, 60, 61])])
+    pool.release("gone", range(30, 60))
     pool.check([("here", [0, 60, 61])])
 
 

@@ -57,7 +57,7 @@ def test_b09_nobody_starts_while_somebody_is_swapped_out_and_a_full_cpu_pool_kil
         recomputed += len(set(plan.preempted) - saved)
         preempted |= set(plan.preempted)
         away |= saved
-    driver.executor.close(driver.core.pending_releases)
+    driver.executor.close(driver.core.untold)
     assert swaps and recomputed, "the CPU pool is to be used, and to be too small"
     assert {request.outcome for request in driver.requests.values()} == {Outcome.FINISHED}
     assert driver.executor.leaked_blocks == 0
@@ -117,7 +117,7 @@ def test_b12_after_a_resume_the_device_holds_what_the_length_needs(enable_prefix
         resumed |= "younger" in step.plan.admitted and step.plan.step > 0
         for share in step.shares:
             assert len(share.block_table) == blocks_for(share.context_tokens + share.num_tokens, 256)
-    driver.executor.close(driver.core.pending_releases)
+    driver.executor.close(driver.core.untold)
     assert resumed
     assert driver.requests["younger"].num_preemptions == 1
     assert driver.executor.leaked_blocks == 0

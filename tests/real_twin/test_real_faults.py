@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.real_run import run_scenario
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset
 from gpu.cpu_moves import ChangedBlockError, CpuMoves
@@ -15,8 +16,9 @@ from gpu.pool import PoisonedReadError
 from gpu.swap import BlockMover
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.request import Outcome
+from sim.scenario import Scenario
 from tests.support.scenarios import with_engine
-from tests.support.tampered import tampering
+from tests.support.tampered import Tampered, tampering
 
 pytestmark = pytest.mark.usefixtures("steady_time")
 
@@ -81,10 +83,31 @@ def test_a_leak_on_abort_is_named():
         return replace(plan, releases=tuple(entry for entry in plan.releases if entry[0] not in lost[:1]))
 
     with pytest.raises(
-        IntegrityError, match=r"blocks differ: block \d+ is held by (r\d) on the device and by nobody in the tables"
+        IntegrityError,
+        match=r"blocks differ: block \d+ is held by (r\d) \(since step \d+\) on the device and by nobody in the tables",
     ):
         run_for_real(scenario, preset("vllm-v1"), wrap=tampering(forget))
     assert lost
+
+
+def test_a_run_that_leaks_ends_with_the_block_its_owner_and_when_it_got_it(tmp_path):
+    """Also without `--check`: the device's book is kept in every run."""
+    scenario = tmp_path / "leaks.toml"
+    scenario.write_text(
+        "[model]\nmodel = 'tiny-llama-test'\n[engine]\nnum_gpu_blocks_override = 40\nmax_model_len = 64\n"
+        "[workload]\nworkload = 'uniform'\nnum_requests = 3\nrate = 20.0\ninput_tokens = [9, 20]\noutput_tokens = [3, 9]\n"
+        "[run]\nexecutor = 'torch'\n",
+        encoding="utf-8",
+    )
+
+    class Forgetful(Tampered):
+        def close(self, untold):
+            self.inner.close(replace(untold, releases=()))
+
+    with pytest.raises(
+        IntegrityError, match=r"block \d+ is held by \S+ \(since step \d+\) on the device and by nobody"
+    ):
+        run_scenario(Scenario.load(scenario), wrap=lambda inner: Forgetful(inner, lambda plan: plan))
 
 
 def test_a_wrong_slot_is_named(monkeypatch):
@@ -94,7 +117,7 @@ def test_a_wrong_slot_is_named(monkeypatch):
             slots[-1] = slots[-1] - 1 if slots[-1] % block_size else slots[-1] + 1
         return slots
 
-    monkeypatch.setattr("gpu.batch.slots_of", one_off)
+    monkeypatch.setattr("gpu.batch_parts.slots_of", one_off)
     with pytest.raises(
         PoisonedReadError, match=r"^r3 reads block \d+ at step \d+: token \d+ of its table is NaN in layer 0"
     ):
@@ -131,8 +154,8 @@ class OnASlowBus:
         self.mover.poll()
         return self.inner.execute(plan)
 
-    def close(self, releases):
-        self.inner.close(releases)
+    def close(self, untold):
+        self.inner.close(untold)
 
 
 def test_a_copy_that_has_not_arrived_is_waited_for():

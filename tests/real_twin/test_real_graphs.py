@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from experiments.validation import SCENARIOS, reference_answers, replay, run_for
 from experiments.validation.worlds import changed_answers, first_difference, preset
 from gpu.batch import BatchBuffers, Sampling, Work
 from gpu.decode_graphs import CallAgain, DecodeGraphs
+from gpu.forward_pass import ForwardPass
 from gpu.ops import Ops
 from gpu.readings import StepReading
 from gpu.real_engine import RealEngine
@@ -42,12 +44,12 @@ def test_rows_beyond_the_batch_write_nowhere_and_read_nothing():
     batch = buffers.fill([decode("a", 4, 1, 2), decode("b", 0, 3)], 4, GREEDY, pad_to=4)
     assert batch.sampled == ("a", "b")
     assert batch.num_decodes == 4
-    assert batch.groups[0].block_table.tolist() == [
-        [1, 2, 7],
-        [3, 6, 7],
-        [0, 0, 0],
-        [0, 0, 0],
-    ]  # beyond a sequence's end nothing is read
+    table = batch.groups[0].block_table.tolist()
+    assert (table[0][:2], table[1][:1], table[2:]) == (
+        [1, 2],
+        [3],
+        [[0, 0, 0]] * 2,
+    )  # beyond a sequence's end nothing is read
     assert batch.groups[0].seq_lens.tolist() == [5, 1, 0, 0]
     assert batch.groups[0].slots.tolist() == [8, 12, 0, 0]  # slot 0 is in NO_BLOCK
     assert batch.positions.tolist() == [4, 0, 0, 0]
@@ -152,7 +154,7 @@ def test_what_a_replay_does_is_on_record_as_if_it_were_called():
             for _ in range(3):
                 ops.silu_mul(x, workspace.take("out", (size, 4), torch.float32))
 
-    made.capture(step)
+    made.capture(lambda size: partial(step, size))
     assert ops.num_calls == 0  # warming up and capturing is not the run
     workspace.reset()
     made.replay(2)
@@ -162,6 +164,27 @@ def test_what_a_replay_does_is_on_record_as_if_it_were_called():
     assert ops.report()["served"] == {"silu_mul": {"torch": 9}}
     assert made.report()["replays"] == {"1": 1, "2": 2}
     assert workspace.step_high_water_bytes == 4 * 256
+
+
+def test_every_bucket_is_captured_over_rows_that_are_nobody_s(monkeypatch):
+    """Buckets lie in the same memory, each packed for its size: what one is captured over must not be what another one left there."""
+    config = EngineConfig(num_gpu_blocks=9, block_size=4, max_model_len=32, max_num_seqs=64, max_num_batched_tokens=64)
+    seen: list[int] = []
+
+    def looks(forward, batch) -> None:
+        rows = batch.num_decodes
+        assert (
+            batch.groups[0].seq_lens.tolist()
+            == batch.groups[0].slots.tolist()
+            == batch.token_ids.tolist()
+            == [0] * rows
+        )
+        assert batch.sample_rows.tolist() == list(range(rows))
+        seen.append(rows)
+
+    monkeypatch.setattr(ForwardPass, "_compute", looks)
+    RealEngine(RealSettings(shape=SCENARIOS["pressure-0"].shape, decode_graphs=True), []).executor(EngineCore(config))
+    assert set(seen) == set(graph_plan(64, 64, enforce_eager=False).full_sizes) > {1, 2, 64}
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------------------

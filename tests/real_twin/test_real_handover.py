@@ -17,7 +17,7 @@ from gpu.real_settings import RealSettings
 from sim.core.batch_shape import BatchShape
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import ScheduledRequest, StepPlan
+from sim.core.plan import ScheduledRequest, StepPlan, Untold
 from sim.core.request import RequestSpec
 
 
@@ -97,7 +97,7 @@ def test_plans_move_a_request_to_the_cpu_and_back():
     for step in (7, 8, 9, 10):
         run(step, (5, 6, 7, 8, 9), 9 + step)
     assert engine.tokens.answer("r") == alone
-    executor.close((("r", (5, 6, 7, 8, 9)),))
+    executor.close(Untold(releases=(("r", (5, 6, 7, 8, 9)),)))
     assert executor.leaked_blocks == 0
 
 

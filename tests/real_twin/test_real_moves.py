@@ -15,7 +15,7 @@ from sim.core.batch_shape import BatchShape
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import StepPlan
+from sim.core.plan import StepPlan, Untold
 from sim.core.request import RequestSpec
 from tests.support.moving_device import LAYOUT, Device
 
@@ -116,7 +116,26 @@ def test_a_swap_without_a_cpu_pool_is_refused(device):
 
 def test_the_last_releases_are_those_that_no_plan_has_told(device):
     device.owns("a", [1, 2])
-    device.moves.close((("a", (1, 2)),))
+    device.moves.close(Untold(releases=(("a", (1, 2)),)))
+    assert device.pool.counters().free_blocks == 8
+
+
+def test_a_fork_after_the_last_plan_holds_what_it_shares_until_it_gives_it_back(device):
+    """One child starts and ends by its fork, the other one leaves blocks of its own for its parent's; they outlast their parent."""
+    device.owns("parent", [1, 2])
+    device.owns("late", [3])
+    forks = (("new", "parent", (1, 2)), ("late", "parent", (1, 2)))
+    shared = tuple((name, (1, 2)) for name in ("parent", "new", "late"))
+    device.moves.close(Untold(forks=forks, releases=(("late", (3,)), *shared[:2])))
+    assert device.pool.tags.holders(1) == device.pool.tags.holders(2) == ("late",)
+    assert device.pool.tags.holders(3) == ()
+    device.moves.close(Untold(releases=shared[2:]))
+    assert device.pool.counters().free_blocks == 8
+
+
+def test_what_slid_in_the_last_stretch_is_given_back_when_the_run_is_over(device):
+    device.owns("a", [1, 2, 3])
+    device.moves.close(Untold(slid=(("a", (1,)),), releases=(("a", (2, 3)),)))
     assert device.pool.counters().free_blocks == 8
 
 

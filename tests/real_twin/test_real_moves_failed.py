@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sim.core.blocks import IntegrityError
+from sim.core.plan import Untold
 from tests.support.moving_device import Device, scheduled
 
 
@@ -156,5 +157,5 @@ def test_moves_that_fail_when_all_is_over_are_given_up(device, monkeypatch):
     out_of_memory(device, monkeypatch, 9)
     fail(device, copies=((2, 3),))
     device.moves.take_back([scheduled("child", [1, 3], 6)])
-    device.moves.close((("child", (1, 3)), ("parent", (1, 2))))
+    device.moves.close(Untold(releases=(("child", (1, 3)), ("parent", (1, 2)))))
     assert device.pool.counters().free_blocks == 8

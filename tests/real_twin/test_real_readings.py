@@ -52,6 +52,8 @@ def reading(step: int, start_s: float, **changes) -> StepReading:
         tensors_bytes=1000,
         weights_bytes=900,
         graphs_bytes=40,
+        buffers_bytes=30,
+        staging_bytes=60,
         kv_pool_bytes=800,
         workspace_bytes=300,
         cached_bytes=20,
@@ -92,6 +94,7 @@ def test_the_curve_has_a_row_a_step_and_idle_rows_between():
     assert columns["kv_free_bytes"] == [800, 800, 400, 400, 800, 800, 400, 800]
     assert columns["headroom_bytes"][2] == 180
     assert columns["step"] == [None, None, 0, 1, None, None, 2, None]
+    assert (set(columns["buffers_bytes"]), set(columns["staging_bytes"])) == ({30}, {60})
 
 
 def test_every_executor_has_rows_of_its_own():

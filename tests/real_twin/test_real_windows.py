@@ -49,8 +49,8 @@ class Watcher:
                 self.checked_blocks += 1
         return result
 
-    def close(self, releases):
-        self.inner.close(releases)
+    def close(self, untold):
+        self.inner.close(untold)
 
 
 @pytest.mark.parametrize("name", ["window-0", "window-1", "window-2", "hybrid-0", "hybrid-1", "hybrid-swaps-1"])
@@ -114,7 +114,7 @@ class Served:
     def run(self, **how: object) -> dict[str, list[int]]:
         while self.core.num_unfinished:
             self.step(**how)
-        self.executor.close(self.core.pending_releases)
+        self.executor.close(self.core.untold)
         assert self.executor.leaked_blocks == 0
         return {spec.request_id: self.engine.tokens.answer(spec.request_id) for spec in self.specs}
 

@@ -103,7 +103,7 @@ class RealDriver:
     def run(self) -> list[Done]:
         """The same, and then the run is over: nothing may be left on the device or in the core."""
         steps = self.serve()
-        self.executor.close(self.core.pending_releases)
+        self.executor.close(self.core.untold)
         assert self.executor.leaked_blocks == 0
         assert self.core.pool.num_owned == self.core.pool.num_quarantined == 0
         return steps

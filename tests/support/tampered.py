@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from sim.core.plan import Executor, StepPlan, StepResult
+from sim.core.plan import Executor, StepPlan, StepResult, Untold
 
 
 class Tampered:
@@ -16,8 +16,8 @@ class Tampered:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.inner.execute(self.change(plan))
 
-    def close(self, releases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        self.inner.close(releases)
+    def close(self, untold: Untold) -> None:
+        self.inner.close(untold)
 
 
 def tampering(change: Callable[[StepPlan], StepPlan]) -> Callable[[Executor], Tampered]:
