@@ -13,7 +13,7 @@ from typing import Any
 from sim import __version__
 from sim.core.policies import PRESETS
 from sim.results.files import write_json, write_text
-from sim.scenario_errors import ScenarioError, nearest
+from sim.scenario_errors import ScenarioError, choices
 
 from .outputs import make_room
 from .terminal import Progress, print_json, say
@@ -77,7 +77,7 @@ def _reference(name: str, device: str) -> dict[str, list[int]] | None:
 def _known(flag: str, given: Sequence[str], known: list[str]) -> list[str]:
     for name in given:
         if name not in known:
-            raise ScenarioError(f"{flag} is {name!r}; nearest is {nearest(name, known)} (there are {', '.join(known)})")
+            raise ScenarioError(f"{flag} is {name!r}; {choices(name, known)}")
     return list(given) or known
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sim.catalog.dtypes import dtype_name
-from sim.catalog.models import MODELS
-from sim.core.config import ConfigError, EngineConfig
+from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.groups import tables_of
 from sim.core.request import RequestSpec
@@ -24,23 +20,23 @@ from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
 from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
-from .decoder_room import decode_splits, workspace_bytes
 from .device import find_device, make_current
 from .executor import TorchExecutor
 from .forward_pass import ForwardPass
 from .layer_groups import LayerGroups
-from .layout import KVLayout
-from .machine import available_bytes, machine_facts
-from .metering import GIB, DeviceBudget, StorageMeter
+from .machine import machine_facts
+from .metering import DeviceBudget, StorageMeter
 from .model import Decoder
 from .op_timeline import OpTimeline
 from .ops import Ops
 from .pool import PagedKVPool
 from .readings import CpuMemoryReader, CudaMemoryReader, MemoryReader, StepReading
 from .real_settings import RealSettings
+from .run_room import ExecutorRoom, check_parts, weights_bytes, weights_dtype
 from .swap import BlockMover
 from .tokens import TokenBook
-from .weights import DecoderWeights
+from .weight_files import weights_folder
+from .weights import DecoderWeights, Progress
 from .workspace import Workspace
 
 
@@ -54,8 +50,10 @@ class RealEngine:
         *,
         on_step: Callable[[StepReading], None] | None = None,
         recorder: Callable[[int], Callable[[StepReading], None]] | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """`on_step` gets a reading a step of every executor; `recorder(index)` makes one for each, which gets memory readings too.
+        """`on_step` gets a reading a step of every executor; `recorder(index)` makes one for each, which gets memory readings too;
+        `progress` hears how many layers of the model are made, and of how many.
 
         Raises ConfigError for a model or device that cannot be run, OutOfMemoryError if the weights do not fit.
         """
@@ -63,7 +61,7 @@ class RealEngine:
         self.device = find_device(settings.device)
         make_current(self.device)
         self.config = DecoderConfig.of(settings.shape, settings.source)
-        self.dtype = dtype_name(settings.shape.dtype if settings.dtype == "auto" else settings.dtype)
+        self.dtype = weights_dtype(settings)
         self.tokens = TokenBook(requests, seed=settings.seed, vocab_size=settings.shape.vocab_size)
         self.executors: list[TorchExecutor] = []
         """Those handed out, in order."""
@@ -71,8 +69,8 @@ class RealEngine:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         self._budget = None if settings.memory_limit_bytes is None else DeviceBudget(settings.memory_limit_bytes)
-        self._check_weights()
-        self.weights = self._load()
+        check_parts(settings, self.device, weights=weights_bytes(settings))
+        self.weights = self._load(progress)
         if self._budget is not None:
             self._budget.reserve("weights", self.weights.num_bytes)
 
@@ -83,31 +81,15 @@ class RealEngine:
             ConfigError: a cache format without a real pool, or attention groups that are not the model's.
             OutOfMemoryError: the pool or the workspace does not fit.
         """
-        engine, shape, settings = core.config, self.config.shape, self.settings
+        engine, settings = core.config, self.settings
         make_current(self.device)
-        groups = LayerGroups.of(shape, engine.groups)
+        groups = LayerGroups.of(self.config.shape, engine.groups)
         ops = Ops(self.device)
-        seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-        splits = tuple(decode_splits(self.config, engine, self.device, count + 1) for count in range(seqs))
-        most = settings.micro_batch_tokens
-        room = settings.workspace_bytes or workspace_bytes(
-            self.config,
-            engine if most is None else _at_most(engine, most),
-            element_bytes=torch.empty(0, dtype=self._torch_dtype).element_size(),
-            splits=splits,
-            twins=ops.meant == "torch",
-        )
-        layout = KVLayout(
-            num_layers=groups.num_places,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            block_size=engine.block_size,
-            dtype=self.dtype,
-            kv_cache_dtype=settings.kv_cache_dtype,
-        )
-        self._check_room(layout.arena_bytes(engine.num_gpu_blocks), room)
+        room = ExecutorRoom.of(self.config, engine, settings, self.device, ops)
+        check_parts(settings, self.device, rooms=(room,))
+        layout = room.layout
         pool = PagedKVPool(layout, engine.num_gpu_blocks, self.device, checked=settings.checked, budget=self._budget)
-        workspace = Workspace(room, self.device, budget=self._budget)
+        workspace = Workspace(room.workspace_bytes, self.device, budget=self._budget)
         if ops.meant == "torch":
             ops.scratch = workspace
         mover, tier = (
@@ -115,13 +97,13 @@ class RealEngine:
             for count in (engine.num_cpu_blocks, engine.num_cpu_prefix_blocks)
         )
         forward = ForwardPass(
-            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, splits=splits, groups=groups),
+            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, splits=room.splits, groups=groups),
             pool,
             workspace,
             self._buffers(engine),
             self.tokens,
             sampling=settings.sampling,
-            most_tokens=most,
+            most_tokens=settings.micro_batch_tokens,
         )
         if self.device.type == "cuda":
             forward.warm_up()
@@ -181,37 +163,6 @@ class RealEngine:
         tensors = [*self.weights.tensors, *forward.buffers.tensors, forward.pool.scales, forward.model.rope_table]
         return CpuMemoryReader(tensors, limit_bytes=self.settings.memory_limit_bytes, **sizes)
 
-    def _check_weights(self) -> None:
-        """Find out before the weights are made that they will not fit. Raises ConfigError with what would be right."""
-        shape, free = self.settings.shape, self._free_bytes()
-        weights = shape.weight_bytes(self.dtype)
-        if free is not None and weights > free:
-            raise ConfigError(
-                f"the weights of {shape.name} in {self.dtype} ({weights / GIB:.2f} GiB) do not fit into the {free / GIB:.2f} GiB that "
-                f"are free on {self.device}; take a smaller model, or simulate it"
-            )
-
-    def _check_room(self, pool_bytes: int, workspace: int) -> None:
-        """Find out before the pool is taken that it will not fit. Raises ConfigError with what would be right."""
-        free = self._free_bytes()
-        if free is not None and pool_bytes + workspace > free:
-            lower = (
-                "gpu_memory_utilization or num_gpu_blocks_override"
-                if self.device.type == "cuda"
-                else "num_gpu_blocks_override"
-            )
-            raise ConfigError(
-                f"the KV pool ({pool_bytes / GIB:.2f} GiB) and the workspace ({workspace / GIB:.2f} GiB) do not fit into the "
-                f"{free / GIB:.2f} GiB that are free on {self.device}; lower {lower}"
-            )
-
-    def _free_bytes(self) -> int | None:
-        """What the device has left; None where the system does not tell."""
-        if self.device.type != "cuda":
-            return available_bytes()
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(self.device)[0])
-
     @property
     def _torch_dtype(self) -> Any:
         return getattr(torch, self.dtype)
@@ -227,22 +178,8 @@ class RealEngine:
             num_groups=len(engine.groups),
         )
 
-    def _load(self) -> DecoderWeights:
-        source = self.settings.source
-        if source is not None and source not in MODELS:
-            path = Path(source)
-            folder = path if path.is_dir() else path.parent
-            if any(folder.glob("*.safetensors")):
-                return DecoderWeights.from_folder(self.config, folder, dtype=self._torch_dtype, device=self.device)
-        return DecoderWeights.random(self.config, seed=self.settings.seed, dtype=self._torch_dtype, device=self.device)
-
-
-def _at_most(engine: EngineConfig, tokens: int) -> EngineConfig:
-    """The engine with budgets that make its largest step one of `tokens` tokens."""
-    tokens = min(tokens, engine.max_num_batched_tokens)
-    return replace(
-        engine,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=min(engine.max_num_seqs, tokens),
-        enable_chunked_prefill=True,
-    )
+    def _load(self, progress: Progress | None) -> DecoderWeights:
+        folder, place = weights_folder(self.settings.source), {"dtype": self._torch_dtype, "device": self.device}
+        if folder is not None:
+            return DecoderWeights.from_folder(self.config, folder, **place, progress=progress)
+        return DecoderWeights.random(self.config, seed=self.settings.seed, **place, progress=progress)

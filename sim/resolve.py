@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .scenario_errors import ScenarioError, nearest
+from .scenario_errors import ScenarioError, choices
 from .scenario_tables import TABLE_OF_KEY, TABLES
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _measured_memory(
         return None
     if chosen not in known and not Path(chosen).is_file():
         raise ScenarioError(
-            f"[gpu] profile is {chosen!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(chosen, known)}"
+            f"[gpu] profile is {chosen!r}, which is no file; by name {choices(chosen, known)}"
         )
     profile = memory_profile(chosen, model, device, tables["engine"]["tensor_parallel_size"])
     if profile is None:
