@@ -57,9 +57,7 @@ def predicate(name: str) -> Callable[[RunRecord], bool]:
             raise ConfigError(f"--fails {name!r} is no function, but a {type(found).__name__}")
         return found
     if name not in PREDICATES:
-        raise ConfigError(
-            f"--fails is {name!r}; {choices(name, PREDICATES)}, or your own as module:function"
-        )
+        raise ConfigError(f"--fails is {name!r}; {choices(name, PREDICATES)}, or your own as module:function")
     if name == "oom":
         return _ran_out
     if name == "any":

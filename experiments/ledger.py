@@ -52,8 +52,8 @@ def ledger(
     account, warnings = resolved.ledger, list(resolved.warnings)
     if resolved.gpu.nominal:
         warnings.append(
-            f"{resolved.gpu.name} is a nominal device of {resolved.gpu.total_gib:.0f} GiB, the same on every machine; what this machine has "
-            "is asked when the scenario is run with --executor torch"
+            f"{resolved.gpu.name} is a nominal device of {resolved.gpu.total_gib:.0f} GiB, the same on every machine; what this machine "
+            "has is asked when the scenario is run with --executor torch"
         )
     document = as_document(account, warnings=warnings)
     if target is not None:

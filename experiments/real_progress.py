@@ -39,7 +39,9 @@ class RealProgress:
         size, folder = weights_bytes(settings), weights_folder(settings.source)
         if size < ANNOUNCED_BYTES:
             return
-        count = f"{settings.shape.num_parameters / 1e9:.2f} billion numbers, {size_text(size)} in {weights_dtype(settings)}"
+        count = (
+            f"{settings.shape.num_parameters / 1e9:.2f} billion numbers, {size_text(size)} in {weights_dtype(settings)}"
+        )
         free = available_bytes() if settings.device == "cpu" else None
         of = "" if free is None else f"; this machine has {size_text(free)} free"
         if folder is not None:

@@ -244,9 +244,15 @@ def _fitted_to(scenario: Scenario, device: Any) -> tuple[Scenario, int]:
 def _measured_memory(result: Result) -> None:
     """The summary says of a real run's memory what was measured, not what the account expected."""
     summary: Any = result.summary
-    if any(result.memory_columns.values()):
-        summary["peak_workspace_bytes"] = max(result.memory_columns["workspace_bytes"])
-        summary["min_headroom_bytes"] = min(result.memory_columns["headroom_bytes"])
+    measured = any(result.memory_columns.values())
+    for key, column, of in (
+        ("peak_workspace_bytes", "workspace_bytes", max),
+        ("min_headroom_bytes", "headroom_bytes", min),
+    ):
+        if measured:
+            summary[key] = of(result.memory_columns[column])
+        else:
+            summary.pop(key, None)  # no step was taken
 
 
 def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> None:
@@ -258,8 +264,11 @@ def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> No
 
     timeline = run.timeline
     if timeline is None or timeline.shape is None:
-        steps = run.engine.executors[0].steps
-        raise PeakStepError(f"--peak-step is {step}, but the run had {steps} steps, numbered from 0", result)
+        steps = run.curves[0][-1].step + 1 if run.curves and run.curves[0] else 0
+        raise PeakStepError(
+            f"--peak-step is {step}, but the run had {steps} steps, numbered from 0; give a number below {steps}",
+            result,
+        )
     document = peak_document(timeline, device(resolve(scenario)).steps)
     summary: Any = result.summary
     summary["executors"][0]["peak_by_op"] = document

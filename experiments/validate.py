@@ -87,13 +87,14 @@ def _facts(device: str) -> dict[str, Any]:
         import torch
 
         from gpu.device import find_device
+        from gpu.machine import cpu_name
     except ImportError as error:
         raise ScenarioError(f"kvtwin validate really runs a model, which needs torch: {error}") from None
     found = find_device(device)
     cuda = found.type == "cuda"
     return {
         "kvtwin_version": __version__,
-        "device": torch.cuda.get_device_name(found) if cuda else f"cpu ({platform.machine()})",
+        "device": torch.cuda.get_device_name(found) if cuda else f"cpu ({cpu_name()})",
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "python": platform.python_version(),

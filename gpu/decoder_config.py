@@ -120,7 +120,7 @@ class DecoderConfig:
             "it is a mixture of experts": shape.moe is not None,
             "its attention is latent": any(kind.is_mla for kind in shape.attention),
             "its layers differ in heads": len({(k.num_heads, k.num_kv_heads, k.head_dim) for k in shape.attention}) > 1,
-            "its weights are quantised": shape.quantization is not None,
+            f"its weights are quantised ({shape.quantization}); plain ones can be": shape.quantization is not None,
         }
         for problem, found in problems.items():
             if found:

@@ -97,7 +97,9 @@ class RealEngine:
             for count in (engine.num_cpu_blocks, engine.num_cpu_prefix_blocks)
         )
         forward = ForwardPass(
-            Decoder(self.config, self.weights, ops, max_positions=engine.max_model_len, splits=room.splits, groups=groups),
+            Decoder(
+                self.config, self.weights, ops, max_positions=engine.max_model_len, splits=room.splits, groups=groups
+            ),
             pool,
             workspace,
             self._buffers(engine),

@@ -100,16 +100,14 @@ def check_run(settings: RealSettings, engine: EngineConfig, device: Any, *, exec
     kept = weights + sum(each.pool_bytes + each.workspace_bytes for each in rooms)
     if limit is not None and kept >= limit:
         raise ConfigError(
-            f"device_limit_bytes is {limit:,}, but before its first step {settings.shape.name} takes {kept:,} (weights {weights:,}, KV pool "
-            f"{executors * room.pool_bytes:,}, workspace {executors * room.workspace_bytes:,}); raise the limit above that, or lower "
-            "num_gpu_blocks_override or max_num_batched_tokens"
+            f"device_limit_bytes is {limit:,}, but before its first step {settings.shape.name} takes {kept:,} (weights {weights:,}, "
+            f"KV pool {executors * room.pool_bytes:,}, workspace {executors * room.workspace_bytes:,}); raise the limit above that, or "
+            "lower num_gpu_blocks_override or max_num_batched_tokens"
         )
     check_parts(settings, device, weights=weights, rooms=rooms)
 
 
-def check_parts(
-    settings: RealSettings, device: Any, *, weights: int = 0, rooms: tuple[ExecutorRoom, ...] = ()
-) -> None:
+def check_parts(settings: RealSettings, device: Any, *, weights: int = 0, rooms: tuple[ExecutorRoom, ...] = ()) -> None:
     """Raise ConfigError unless weights and executors that are yet to be made fit, with what would be right."""
     device = torch.device(device)
     host = {"blocks in CPU memory": sum(room.host_bytes for room in rooms)}

@@ -79,7 +79,8 @@ def open_folder(folder: Path) -> Iterator[FolderWeights]:
                 f"{f' ({len(missing)} are missing)' if len(missing) > 1 else ''}; download the model again"
             )
         paths = [path for path in paths if path.name in named]
-    files, names = {}, {}
+    files: dict[str, Any] = {}
+    names: dict[str, str] = {}
     with ExitStack() as stack:
         for path in paths:
             with _readable(path):

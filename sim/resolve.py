@@ -169,9 +169,7 @@ def _measured_memory(
     if chosen == ROOFLINE:
         return None
     if chosen not in known and not Path(chosen).is_file():
-        raise ScenarioError(
-            f"[gpu] profile is {chosen!r}, which is no file; by name {choices(chosen, known)}"
-        )
+        raise ScenarioError(f"[gpu] profile is {chosen!r}, which is no file; by name {choices(chosen, known)}")
     profile = memory_profile(chosen, model, device, tables["engine"]["tensor_parallel_size"])
     if profile is None:
         return None

@@ -101,10 +101,14 @@ class Judgement:
         return DIFFERENT if DIFFERENT in verdicts else OPEN
 
     @property
+    def differing(self) -> list[str]:
+        """Under which other conditions the run was timed than its profile: an error may be theirs, not the twin's."""
+        return differing_conditions(self.run.conditions, self.twin.measured, self.twin.profile)
+
+    @property
     def warnings(self) -> list[str]:
-        """What to know: under which other conditions the run was timed than its profile, and what the simulation says."""
-        differ = differing_conditions(self.run.conditions, self.twin.measured, self.twin.profile)
-        return [*differ, *self.twin.summary["warnings"]]
+        """All that is to be known: the differing conditions, and what the simulation says."""
+        return [*self.differing, *self.twin.summary["warnings"]]
 
     @property
     def untold(self) -> tuple[str, ...]:

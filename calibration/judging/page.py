@@ -31,9 +31,9 @@ PATHS = {
     "preempted": "preempted requests",
 }
 MEANING = {
-    EQUIVALENT: "every error that can be told lies within its margin, with its interval.",
-    DIFFERENT: "at least one error certainly lies outside its margin.",
-    "not shown": "no error certainly lies outside its margin, but some intervals reach beyond: a longer run would tell.",
+    EQUIVALENT: "Every error that can be told lies within its margin, with its interval.",
+    DIFFERENT: "At least one error certainly lies outside its margin.",
+    "not shown": "No error certainly lies outside its margin, but some intervals reach beyond: a longer run would tell.",
 }
 RANKS = np.linspace(0.5, 99.9, 200)
 
@@ -46,11 +46,12 @@ def page(judgement: Judgement) -> str:
         f"{requests['finished']:,} of {requests['sent']:,}; in the simulation {requests['finished_in_the_twin']:,}"
     )
     worst = f"Worst for its margin: {escape(_name(document['worst']))}. Mean error (bias): {document['bias']:+.1%}."
-    warnings = "".join(f"<li>{escape(text)}</li>" for text in document["warnings"])
+    differing = "".join(f"<p><strong>Warning:</strong> {escape(text)}.</p>" for text in judgement.differing)
+    warnings = "".join(f"<li>{escape(text)}</li>" for text in judgement.twin.summary["warnings"])
     kind = CLASS.get(judgement.verdict, "open")
     untold = f"<p>Too little of it to tell: {escape(', '.join(judgement.untold))}.</p>" if judgement.untold else ""
     body = f"""<div class="verdict {kind}"><strong class="{kind}">{judgement.verdict}</strong>
-<p>{MEANING[judgement.verdict]} {worst}</p>{untold}</div>
+<p>{MEANING[judgement.verdict]} {worst}</p>{untold}{differing}</div>
 <table><tr><td>measured</td><td class="text">{escape(judgement.run.provenance)}</td></tr>
 <tr><td>simulated</td><td class="text">{escape(judgement.twin.profile)}, {document["num_gpu_blocks"]:,} KV blocks</td></tr>
 <tr><td>requests finished</td><td class="text">{finished}</td></tr>

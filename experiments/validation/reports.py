@@ -54,7 +54,9 @@ def page_text(cells: Sequence[Cell], facts: Mapping[str, Any]) -> str:
         for cell in bad
     )
     origin = "".join(
-        f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(str(value))}</td></tr>" for key, value in facts.items()
+        f"<tr><th>{html.escape(str(key).replace('_', ' '))}</th><td>{html.escape(str(value))}</td></tr>"
+        for key, value in facts.items()
+        if value is not None
     )
     return _PAGE.format(
         verdict=html.escape(verdict),

@@ -132,9 +132,7 @@ class Fit:
             return length
         width = self.account.layout.block_bytes
         needed = self.account.layout.request_blocks(length, self.in_flight_tokens) * width
-        problem = (
-            f"one request of {length} tokens needs {_gib(needed)} of KV cache, the pool has {_gib(blocks * width)} ({fits} tokens)"
-        )
+        problem = f"one request of {length} tokens needs {_gib(needed)} of KV cache, the pool has {_gib(blocks * width)} ({fits} tokens)"
         if overridden:
             # The override exists to study pressure: requests that can never fit are rejected when they arrive.
             warnings.append(f"{problem}; longer requests are rejected when they arrive")
