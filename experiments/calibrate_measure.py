@@ -26,7 +26,7 @@ def run_measure(out: Path, *, model: str | None, budget: str, json: bool, **sett
     command += "" if clock == "wall" else f" --clock {clock}"
     make_room(*((out,) if out.exists() else (None, out)))  # what is refused leaves no folder behind
     with Progress("kvtwin calibrate measure") as progress:
-        run = measure(wanted, seconds(budget), out, command=command, tell=progress.say)
+        run = measure(wanted, seconds(budget), out, command=command, tell=progress.say, note=progress.note)
     done, whole = first_pass(run, wanted)
     if done < whole:
         needed = run.spent_s * whole / max(done, 1)

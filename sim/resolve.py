@@ -210,6 +210,10 @@ def _prepare_device(tables: dict[str, dict[str, Any]], warnings: list[str]) -> G
         return None
     _bound_cpu_cache(engine, warnings)
     if gpu["gpu"] is not None and not on_host:
+        warnings.append(
+            f"memory is accounted for as on {gpu['gpu']}, but the steps are run and timed on the CPU; leave the GPU out, or give a "
+            "CUDA device"
+        )
         return None
     gpu["gpu"] = HOST.name
     return HOST

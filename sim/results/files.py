@@ -39,7 +39,9 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
         Path(temporary).replace(target)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # a full disk does not say of which file
+        if (
+            isinstance(error, OSError) and error.errno is not None and error.filename is None
+        ):  # a full disk does not say of which file
             raise OSError(error.errno, error.strerror, str(target)) from None
         raise
     return target

@@ -13,6 +13,7 @@ from experiments.cli import main
 from experiments.real_run import run_scenario
 from experiments.validation import SCENARIOS, Cell
 from experiments.validation.cell import account_errors
+from sim.resolve import resolve
 from sim.scenario_errors import ScenarioError
 
 REAL = ["run", "--executor", "torch", "--model", "tiny-llama-test", "--workload", "uniform", "--rate", "60"]
@@ -105,6 +106,8 @@ def test_the_kv_cache_of_a_run_on_the_cpu_is_bounded():
     )
     resolved = scenario.resolved()
     assert resolved["engine"]["kv_cache_memory_bytes"] == 256 << 20
+    told = " ".join(resolve(scenario).warnings)
+    assert "memory is accounted for as on h100-sxm-80gb, but the steps are run and timed on the CPU" in told
     assert resolved["run"]["device"] == "cpu"
 
 
@@ -189,7 +192,9 @@ def test_a_hard_limit_on_the_cpu_ends_the_run_s_requests_and_not_the_run(tmp_pat
     assert main(["run", str(scenario)]) == 2
     message = capsys.readouterr().err
     assert "device_limit_bytes is 2,000,000, but before its first step tiny-llama-test takes" in message
-    pool = 161 * 16 * 2 * 2 * 16 * 4 * 2  # 160 blocks and NO_BLOCK: 16 tokens, 2 layers, 2 heads, 16 numbers of 4 bytes, K and V
+    pool = (
+        161 * 16 * 2 * 2 * 16 * 4 * 2
+    )  # 160 blocks and NO_BLOCK: 16 tokens, 2 layers, 2 heads, 16 numbers of 4 bytes, K and V
     assert f"weights {taken['weights']:,}, KV pool {pool:,}, workspace" in message
 
 
