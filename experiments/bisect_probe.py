@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sim.core.config import ConfigError
 from sim.core.request import Outcome, RequestSpec
 from sim.scenario import Scenario, ScenarioError
-from sim.scenario_errors import nearest
+from sim.scenario_errors import choices
 from sim.sequences import sequences
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ def predicate(name: str) -> Callable[[RunRecord], bool]:
             raise ConfigError(f"--fails {name!r} is no function, but a {type(found).__name__}")
         return found
     if name not in PREDICATES:
-        raise ConfigError(
-            f"--fails is {name!r}; nearest is {nearest(name, tuple(PREDICATES))} (known are {', '.join(PREDICATES)}, or module:function)"
-        )
+        raise ConfigError(f"--fails is {name!r}; {choices(name, PREDICATES)}, or your own as module:function")
     if name == "oom":
         return _ran_out
     if name == "any":

@@ -24,10 +24,9 @@ def run_measure(out: Path, *, model: str | None, budget: str, json: bool, **sett
     wanted = MeasureSettings(model=model or DEFAULT_MODEL["cuda" if device.startswith("cuda") else "cpu"], **settings)
     command = f"kvtwin calibrate measure --device {device} --model {Path(wanted.model).name} --budget {budget}"
     command += "" if clock == "wall" else f" --clock {clock}"
-    if out.exists():
-        make_room(out)
+    make_room(*((out,) if out.exists() else (None, out)))  # what is refused leaves no folder behind
     with Progress("kvtwin calibrate measure") as progress:
-        run = measure(wanted, seconds(budget), out, command=command, tell=progress.say)
+        run = measure(wanted, seconds(budget), out, command=command, tell=progress.say, note=progress.note)
     done, whole = first_pass(run, wanted)
     if done < whole:
         needed = run.spent_s * whole / max(done, 1)

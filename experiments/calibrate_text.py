@@ -58,6 +58,8 @@ def print_judgement(judged: Judgement) -> None:
     say(f"  {'preemptions':<26} {measured:>19} {found.predicted:10,} predicted {ratio}{found.verdict}: {found.why}")
     if judged.untold:
         say(f"  too little of it to tell: {', '.join(judged.untold)}; the verdict leaves it out")
+    for difference in judged.differing:
+        say(f"  warning: {difference}")
     for warning in judged.twin.summary["warnings"]:
         say(f"  note: {warning}")
 

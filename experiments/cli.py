@@ -5,7 +5,6 @@ Exit codes: 0 success, 1 what was checked does not hold, 2 bad input, 130 interr
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(command, of_file(error))
         return 2
     except Exception as error:
-        message = _message(error)
+        message = _message(error, arguments)
         if message is None:
             raise
         complain(command, message)
@@ -69,10 +68,10 @@ def _command_words(arguments: Sequence[str]) -> list[str]:
     return [first, *([second] if second in {command.name for command in group.registered_commands} else [])]
 
 
-def _message(error: Exception) -> str | None:
+def _message(error: Exception, arguments: Sequence[str]) -> str | None:
     """What to tell the user about `error`; None when it is not about the input, but a bug that needs its traceback."""
     if hasattr(error, "format_message"):  # every usage error of typer has it, whichever version raises it
-        return _usage_message(error)
+        return _usage_message(error, arguments)
     return str(error) if _does_not_start(error) or isinstance(error, input_errors()) else None
 
 
@@ -83,7 +82,7 @@ def _does_not_start(error: Exception) -> bool:
     return isinstance(error, StartUpError)
 
 
-def _usage_message(error: Exception) -> str:
+def _usage_message(error: Exception, arguments: Sequence[str]) -> str:
     name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         return "no command is given\n\n" + str(error)
@@ -94,8 +93,36 @@ def _usage_message(error: Exception) -> str:
             for flag in (*parameter.opts, *parameter.secondary_opts)
             if flag[:2] == "--"
         ]
-        return f"no such flag {name}; nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}"
-    return str(error.format_message())  # type: ignore[attr-defined]
+        return f"no such flag {name}; {_flag_hint(str(name), known, context.command_path)}"
+    said = str(error.format_message())  # type: ignore[attr-defined]
+    for flag in getattr(getattr(error, "param", None), "opts", ()):
+        value = _value_of(flag, arguments)
+        wanted = str(getattr(error, "message", "")).partition("Input should be ")[2]
+        if value is not None and wanted:  # releases of typer that check by pydantic leave out what was given
+            return f"{flag} is {value!r}; it must be {wanted.partition(',')[0]}"
+    return said
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """What was typed behind `flag`; None where it was not."""
+    for word, after in zip(arguments, [*arguments[1:], None], strict=True):
+        if word == flag:
+            return after
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _flag_hint(name: str, known: Sequence[str], command: str) -> str:
+    """What may have been meant by a flag that there is not."""
+    from sim.catalog.naming import nearest
+    from sim.scenario_tables import KEYS_WITHOUT_FLAG, TABLE_OF_KEY
+
+    key = name.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if key in KEYS_WITHOUT_FLAG:
+        return f"{key} is a key of [{TABLE_OF_KEY[key]}] in a scenario file"
+    close = nearest(name, known, most=1)
+    return f"nearest is {close[0]}" if close else f"{command} --help lists all"
 
 
 if __name__ == "__main__":

@@ -51,6 +51,14 @@ def run_command(
             help="Executor torch on CUDA: write PyTorch's memory snapshot of the run.",
         ),
     ] = None,
+    clock: Annotated[
+        str | None,
+        typer.Option(
+            "--clock",
+            metavar="wall|thread",
+            help="Executor torch on the CPU: wall time, or the time that the thread had a core, for a machine that others use too.",
+        ),
+    ] = None,
     profile_draws: Annotated[
         int,
         typer.Option(
@@ -73,6 +81,7 @@ def run_command(
         json=json,
         peak_step=peak_step,
         memory_snapshot=memory_snapshot,
+        clock=clock,
         profile_draws=profile_draws,
     )
 

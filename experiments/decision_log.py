@@ -37,11 +37,16 @@ class DecisionLogFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stream.close()
-        if kind is None:
+        try:
+            self._stream.close()
+        except OSError as problem:  # what was still to be written does not fit
+            error = error or problem
+        if error is None:
             umask = os.umask(0)
             os.umask(umask)
             self._temporary.chmod(0o666 & ~umask)
             self._temporary.replace(self._path)
-        else:
-            self._temporary.unlink(missing_ok=True)
+            return
+        self._temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say of which file
+            raise OSError(error.errno, error.strerror, str(self._path)) from None

@@ -151,6 +151,16 @@ def _verdict(stage: Stage, found: dict[str, Any]) -> str:
     return f"met, {found['seconds']:g} s"
 
 
+def _unmet(document: dict[str, Any]) -> str:
+    """Which bars are not met, and which nobody has looked at yet."""
+    lists = [
+        f"{words}: {', '.join(document[key])}"
+        for key, words in (("not_met", "not met"), ("not_reached", "not run yet"))
+        if document.get(key)
+    ]
+    return f"not all bars are met ({'; '.join(lists)})"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the run; 0 when every bar is met, 1 when one is not, 2 for bad input."""
     parser = argparse.ArgumentParser(
@@ -176,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         budget_s = seconds(chosen.budget)
         make_room(chosen.out)
         met = accept(chosen.device, chosen.out, budget_s, only=chosen.only, small=chosen.small, command=command)
-        say(f"{'all bars are met' if met else 'not all bars are met'}; wrote {chosen.out / 'acceptance.json'}")
+        written = chosen.out / "acceptance.json"
+        say(f"{'all bars are met' if met else _unmet(_read(written) or {})}; wrote {written}")
         return 0 if met else 1
 
     return exit_status(parser.prog, work)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .ledger_text import as_text, fit_text, suggestion_lines
+from .outputs import make_room
 from .terminal import print_json, say
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ def ledger(
     from sim.core.config import ConfigError
     from sim.memory.target import parse_target, suggestions
     from sim.resolve import ledger_settings, resolve
-    from sim.results.files import write_json
+    from sim.results.files import write_json, write_text
 
+    make_room(out, html)
     target = parse_target(fit) if fit is not None else None
     found: list[Suggestion] = []
     if target is not None:
@@ -47,18 +49,23 @@ def ledger(
         if target is None or not found:
             raise
         return _does_not_start(str(problem), target, found, json=json)
-    account = resolved.ledger
-    document = as_document(account, warnings=resolved.warnings)
+    account, warnings = resolved.ledger, list(resolved.warnings)
+    if resolved.gpu.nominal:
+        warnings.append(
+            f"{resolved.gpu.name} is a nominal device of {resolved.gpu.total_gib:.0f} GiB, the same on every machine; what this machine "
+            "has is asked when the scenario is run with --executor torch"
+        )
+    document = as_document(account, warnings=warnings)
     if target is not None:
         document["fit"] = _fit_document(account, target, found)
     if out is not None:
         write_json(out / "ledger.json", document)
     if html is not None:
-        html.write_text(page(account), encoding="utf-8")
+        write_text(html, page(account))
     if json:
         print_json(document)
     else:
-        say(as_text(account, resolved.warnings, explain=explain))
+        say(as_text(account, warnings, explain=explain))
         if target is not None:
             say(fit_text(account, target, found))
         for path in (out and out / "ledger.json", html):

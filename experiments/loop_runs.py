@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +100,7 @@ def run_for_real(
 
     result = run_scenario(scenario, decision_log=decisions.append, clock=clock, wrap=wrapped)
     return RealRun(
-        result=dataclasses.replace(result, provenance={**result.provenance, "clock": clock}),
+        result=result,
         recording=recorders[0].recording,
         decisions=decisions,
         reference_us=reference_us,

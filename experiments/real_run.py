@@ -17,6 +17,7 @@ from sim.core.config import ConfigError
 from sim.scenario_errors import ScenarioError
 
 from .real_memory import real_memory_columns
+from .real_progress import RealProgress
 
 if TYPE_CHECKING:
     from gpu.op_timeline import OpTimeline
@@ -41,6 +42,8 @@ class RealRun:
     """What NVML said before the run; why it says nothing, where it does not."""
     wrap: Callable[[Any], Executor] = lambda executor: executor
     """Gets an executor and returns what is used in its place."""
+    progress: RealProgress = field(default_factory=RealProgress)
+    """Hears of steps."""
 
     def executor(self, core: EngineCore) -> Executor:
         """One that serves `core`. Raises ConfigError when its pool or its workspace does not fit the device."""
@@ -57,6 +60,7 @@ class RealRun:
             while curve and curve[-1].step >= reading.step:
                 curve.pop()
             curve.append(reading)
+            self.progress.step(reading)
 
         return record
 
@@ -95,20 +99,22 @@ def run_scenario(
     decision_log: Callable[[dict[str, Any]], None] | None = None,
     peak_step: int | None = None,
     memory_snapshot: Path | None = None,
-    clock: str = "wall",
+    clock: str | None = None,
     wrap: Callable[[Any], Executor] = lambda executor: executor,
+    progress: RealProgress | None = None,
 ) -> Result:
     """Run `scenario`, simulated or for real, as `[run] executor` says.
 
     `peak_step` follows one step operation by operation (its table is then in `summary["executors"][0]["peak_by_op"]`);
-    `memory_snapshot` is where PyTorch's memory snapshot goes. Both need executor torch. `clock` times its steps (`gpu.timing`);
-    `wrap` gets the executor and returns what is used in its place, to record what it does or to plant a fault.
+    `memory_snapshot` is where PyTorch's memory snapshot goes; `clock` times the steps (`gpu.timing`; None: wall). All three need executor
+    torch. `wrap` gets the executor and returns what is used in its place, to record what it does or to plant a fault; `progress` hears
+    how far it is.
 
     Raises ScenarioError where the software is missing, PeakStepError where the step is, ConfigError for a model or device that cannot
     be run, IntegrityError naming blocks that are held when the run is over, and what `sim.simulate` raises.
     """
     if scenario.run.executor != "torch":
-        for name, value in (("peak_step", peak_step), ("memory_snapshot", memory_snapshot)):
+        for name, value in (("peak_step", peak_step), ("memory_snapshot", memory_snapshot), ("clock", clock)):
             if value is not None:
                 raise ScenarioError(
                     f"--{name.replace('_', '-')} looks at a device, but executor model computes nothing on one; use --executor torch"
@@ -117,21 +123,24 @@ def run_scenario(
     try:
         from gpu.device import find_device
         from gpu.memory_history import memory_history
+        from gpu.timing import check_clock, clock_name
     except ImportError as error:
         raise ScenarioError(f"[run] executor is 'torch', which needs torch: {error}") from None
-    device = find_device(scenario.run.device or "cpu")
-    _check_model(scenario)
+    device, clock, progress = find_device(scenario.run.device or "cpu"), clock or "wall", progress or RealProgress()
+    check_clock(device, clock)
+    _check_model(scenario, device)
     scenario, others = (scenario, 0) if device.type == "cpu" else _fitted_to(scenario, device)
     made: list[RealRun] = []
 
     def real(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealRun:
-        made.append(_real_run(resolved, requests, wrap, others_bytes=others, peak_step=peak_step, clock=clock))
+        made.append(_real_run(resolved, requests, wrap, progress, clock, others_bytes=others, peak_step=peak_step))
         return made[0]
 
     with memory_history(memory_snapshot, device) if memory_snapshot is not None else nullcontext():
         result = sim.simulate(scenario, decision_log=decision_log, real=real)
     for executor in made[0].engine.executors:
         executor.pool.check(())  # whoever still holds a block leaked it
+    result = replace(result, provenance={**result.provenance, "clock": clock_name(device, clock)})
     _measured_memory(result)
     if peak_step is not None:
         _add_peak(result, made[0], peak_step, scenario)
@@ -162,27 +171,46 @@ def real_engine(resolved: Resolved, requests: Sequence[RequestSpec]) -> RealEngi
 
 
 def _real_run(
-    resolved: Resolved, requests: Sequence[RequestSpec], wrap: Callable[[Any], Executor], **settings: Any
+    resolved: Resolved,
+    requests: Sequence[RequestSpec],
+    wrap: Callable[[Any], Executor],
+    progress: RealProgress,
+    clock: str,
+    **settings: Any,
 ) -> RealRun:
     from gpu.nvml import nvml_reading
     from gpu.real_engine import RealEngine
     from gpu.real_settings import settings_of
+    from gpu.run_room import check_run
+    from sim.assembly import policy_of
 
     recorders: list[RealRun] = []
-    wanted = replace(settings_of(resolved.tables, resolved.model), **settings)
+    wanted = replace(settings_of(resolved.tables, resolved.model, clock), **settings)
+    check_run(wanted, policy_of(resolved)[0], wanted.device, executors=resolved["run"]["replicas"])
+    progress.making(wanted)
     with _fits(wanted.device):
-        engine = RealEngine(wanted, requests, recorder=lambda index: recorders[0].recorder(index))
-    recorders.append(RealRun(engine, nvml=nvml_reading(engine.device), wrap=wrap))
+        engine = RealEngine(
+            wanted, requests, recorder=lambda index: recorders[0].recorder(index), progress=progress.layer
+        )
+    recorders.append(RealRun(engine, nvml=nvml_reading(engine.device), wrap=wrap, progress=progress))
     return recorders[0]
 
 
-def _check_model(scenario: Scenario) -> None:
-    """Raises ConfigError for a model that no decoder computes, before the account of it finds that it does not fit."""
+def _check_model(scenario: Scenario, device: Any) -> None:
+    """Raises ConfigError for a model that no decoder computes, or whose weights are more than is free, before anything is made and
+    before the account, which knows no more of a CPU than nominal figures, finds that it does not fit.
+    """
     from gpu.decoder_config import DecoderConfig
+    from gpu.real_settings import RealSettings
+    from gpu.run_room import check_parts, weights_bytes
     from sim.catalog.models import model_shape
 
-    if scenario.model.model is not None:
-        DecoderConfig.of(model_shape(scenario.model.model), scenario.model.model)
+    model = scenario.model
+    if model.model is not None:
+        shape = model_shape(model.model)
+        DecoderConfig.of(shape, model.model)
+        settings = RealSettings(shape=shape, source=model.model, dtype=model.dtype)
+        check_parts(settings, device, weights=weights_bytes(settings))
 
 
 @contextmanager
@@ -192,7 +220,9 @@ def _fits(device: Any) -> Iterator[None]:
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
         raise ConfigError(
             f"the model, its KV pool and its workspace do not fit {device}: {error} Take a smaller model, fewer blocks "
             "(num_gpu_blocks_override) or smaller steps (max_num_batched_tokens)"
@@ -216,9 +246,15 @@ def _fitted_to(scenario: Scenario, device: Any) -> tuple[Scenario, int]:
 def _measured_memory(result: Result) -> None:
     """The summary says of a real run's memory what was measured, not what the account expected."""
     summary: Any = result.summary
-    if any(result.memory_columns.values()):
-        summary["peak_workspace_bytes"] = max(result.memory_columns["workspace_bytes"])
-        summary["min_headroom_bytes"] = min(result.memory_columns["headroom_bytes"])
+    measured = any(result.memory_columns.values())
+    for key, column, of in (
+        ("peak_workspace_bytes", "workspace_bytes", max),
+        ("min_headroom_bytes", "headroom_bytes", min),
+    ):
+        if measured:
+            summary[key] = of(result.memory_columns[column])
+        else:
+            summary.pop(key, None)  # no step was taken
 
 
 def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> None:
@@ -230,8 +266,11 @@ def _add_peak(result: Result, run: RealRun, step: int, scenario: Scenario) -> No
 
     timeline = run.timeline
     if timeline is None or timeline.shape is None:
-        steps = run.engine.executors[0].steps
-        raise PeakStepError(f"--peak-step is {step}, but the run had {steps} steps, numbered from 0", result)
+        steps = run.curves[0][-1].step + 1 if run.curves and run.curves[0] else 0
+        raise PeakStepError(
+            f"--peak-step is {step}, but the run had {steps} steps, numbered from 0; give a number below {steps}",
+            result,
+        )
     document = peak_document(timeline, device(resolve(scenario)).steps)
     summary: Any = result.summary
     summary["executors"][0]["peak_by_op"] = document

@@ -28,6 +28,7 @@ def run(
     json: bool = False,
     peak_step: int | None = None,
     memory_snapshot: Path | None = None,
+    clock: str | None = None,
     profile_draws: int = 0,
 ) -> int:
     """Simulate or run for real, write the files, print. Returns the exit code.
@@ -40,15 +41,21 @@ def run(
     from sim.results.files import write_text
 
     from .prediction_intervals import drawn_prices, interval_lines, prediction_intervals
+    from .real_progress import RealProgress
     from .real_run import PeakStepError, run_scenario
 
     costs = drawn_prices(scenario, profile_draws)
-    make_room(out, html, memory_snapshot)
+    make_room(out, html, memory_snapshot, decision_log)
     with Progress("kvtwin run") as progress, DecisionLogFile(decision_log) if decision_log else nullcontext() as log:
         progress.say("simulating" if scenario.run.executor != "torch" else "running for real")
         try:
             result = run_scenario(
-                scenario, decision_log=log.write if log else None, peak_step=peak_step, memory_snapshot=memory_snapshot
+                scenario,
+                decision_log=log.write if log else None,
+                peak_step=peak_step,
+                memory_snapshot=memory_snapshot,
+                clock=clock,
+                progress=RealProgress(progress.say, progress.note),
             )
         except StartUpError as error:
             if out is not None:

@@ -47,6 +47,12 @@ class Progress:
             sys.stderr.write(f"\r\x1b[2K{self._label}: {what}")
             sys.stderr.flush()
 
+    def note(self, what: str) -> None:
+        """One line that stays, on a terminal or not."""
+        start = "\r\x1b[2K" if self._shown else ""
+        sys.stderr.write(f"{start}{self._label}: {what}\n")
+        sys.stderr.flush()
+
     def __enter__(self) -> Self:
         return self
 

@@ -13,7 +13,7 @@ from typing import Any
 from sim import __version__
 from sim.core.policies import PRESETS
 from sim.results.files import write_json, write_text
-from sim.scenario_errors import ScenarioError, nearest
+from sim.scenario_errors import ScenarioError, choices
 
 from .outputs import make_room
 from .terminal import Progress, print_json, say
@@ -77,7 +77,7 @@ def _reference(name: str, device: str) -> dict[str, list[int]] | None:
 def _known(flag: str, given: Sequence[str], known: list[str]) -> list[str]:
     for name in given:
         if name not in known:
-            raise ScenarioError(f"{flag} is {name!r}; nearest is {nearest(name, known)} (there are {', '.join(known)})")
+            raise ScenarioError(f"{flag} is {name!r}; {choices(name, known)}")
     return list(given) or known
 
 
@@ -87,13 +87,14 @@ def _facts(device: str) -> dict[str, Any]:
         import torch
 
         from gpu.device import find_device
+        from gpu.machine import cpu_name
     except ImportError as error:
         raise ScenarioError(f"kvtwin validate really runs a model, which needs torch: {error}") from None
     found = find_device(device)
     cuda = found.type == "cuda"
     return {
         "kvtwin_version": __version__,
-        "device": torch.cuda.get_device_name(found) if cuda else f"cpu ({platform.machine()})",
+        "device": torch.cuda.get_device_name(found) if cuda else f"cpu ({cpu_name()})",
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "python": platform.python_version(),

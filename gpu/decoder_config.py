@@ -29,6 +29,20 @@ LACKING = {
 """What other families with several attention groups have that this decoder does not compute."""
 
 
+KINDS = ("default", "linear", "llama3")
+"""Values of `rope_type` that can be computed."""
+
+
+def _number(values: Mapping[str, Any], key: str, otherwise: float, where: str) -> float:
+    """A number above 0 of a configuration; `otherwise` where it is left out or null. Raises ConfigError."""
+    value = values.get(key)
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {key} is {value!r}; a number above 0 was expected")
+    return float(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryConfig:
     """Rotary position embedding. **Source:** `modeling_rope_utils.py`, transformers."""
@@ -40,25 +54,34 @@ class RotaryConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: float = 8192
     """`llama3`: the length before stretching, from which "long" is told."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("default", "linear", "llama3"):
-            raise ConfigError(f"rope_type {self.kind!r} cannot be computed here; default, linear and llama3 can")
+        if self.kind not in KINDS:
+            raise ConfigError(f"rope_type {self.kind!r} cannot be computed here; {', '.join(KINDS)} can")
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> RotaryConfig:
+    def from_values(cls, values: Mapping[str, Any], where: str = "config.json") -> RotaryConfig:
         """From a parsed `config.json`: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
         Raises:
-            ConfigError: a kind of scaling that this decoder does not compute.
+            ConfigError: a kind of scaling that this decoder does not compute, or a value that is no number; names the file `where`.
         """
-        stated = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-        theta = stated.get("rope_theta") or values.get("rope_theta") or 10_000.0
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        stated: dict[str, Any] = {}
+        for table in ("rope_scaling", "rope_parameters"):
+            given = values.get(table) or {}
+            if not isinstance(given, Mapping):
+                raise ConfigError(
+                    f"{where}: {table} is {given!r}; an object such as {{'rope_type': 'llama3', …}} was expected"
+                )
+            stated |= {key: value for key, value in given.items() if value is not None}
         kind = str(stated.get("rope_type") or stated.get("type") or "default")
-        return cls(theta=float(theta), kind=kind, **{key: stated[key] for key in keys if key in stated})
+        if kind not in KINDS:
+            raise ConfigError(f"{where}: rope_type {kind!r} cannot be computed here; {', '.join(KINDS)} can")
+        theta = _number({**values, **stated}, "rope_theta", 10_000.0, where)
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        return cls(theta=theta, kind=kind, **{key: _number(stated, key, 1.0, where) for key in keys if key in stated})
 
     def inverse_frequencies(self, rotary_dim: int) -> list[float]:
         """Radians a position for each of the `rotary_dim / 2` pairs."""
@@ -97,7 +120,7 @@ class DecoderConfig:
             "it is a mixture of experts": shape.moe is not None,
             "its attention is latent": any(kind.is_mla for kind in shape.attention),
             "its layers differ in heads": len({(k.num_heads, k.num_kv_heads, k.head_dim) for k in shape.attention}) > 1,
-            "its weights are quantised": shape.quantization is not None,
+            f"its weights are quantised ({shape.quantization}); plain ones can be": shape.quantization is not None,
         }
         for problem, found in problems.items():
             if found:
@@ -115,16 +138,18 @@ class DecoderConfig:
             file = file / "config.json"
         if file is None or not file.is_file():
             return cls(shape=shape)
-        return cls.from_values(shape, json.loads(file.read_text(encoding="utf-8")))
+        return cls.from_values(shape, json.loads(file.read_text(encoding="utf-8")), str(file))
 
     @classmethod
-    def from_values(cls, shape: ModelShape, values: Mapping[str, Any]) -> DecoderConfig:
-        """The same, from a parsed `config.json`."""
+    def from_values(cls, shape: ModelShape, values: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
+        """The same, from a parsed `config.json`, which messages call `where`."""
         activation = values.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise ConfigError(f"model {shape.name} cannot be run for real: its activation is {activation}, not silu")
         return cls(
-            shape=shape, rotary=RotaryConfig.from_values(values), rms_norm_eps=float(values.get("rms_norm_eps", 1e-6))
+            shape=shape,
+            rotary=RotaryConfig.from_values(values, where),
+            rms_norm_eps=_number(values, "rms_norm_eps", 1e-6, where),
         )
 
     @property

@@ -53,12 +53,28 @@ def cpu_name() -> str:
 
 
 def available_bytes() -> int | None:
-    """Memory that the host can still give without swapping; None on a system without /proc."""
+    """Memory that the host, and the container that this process may be in, can still give without swapping; None where neither says."""
+    known = [found for found in (_host_available_bytes(), _container_available_bytes()) if found is not None]
+    return min(known) if known else None
+
+
+def _host_available_bytes() -> int | None:
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) * 1024 if found else None
+
+
+def _container_available_bytes(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What is left of a control group's limit (cgroup v2), its file cache counted as free; None without one."""
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE)
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(int(limit) - used + (int(cached[1]) if cached else 0), 0)
 
 
 def _catalogue_name(device: str) -> str | None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sim.catalog.dtypes import dtype_name
-from sim.catalog.models import MODELS
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.groups import tables_of
@@ -24,13 +20,11 @@ from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
 from .decode_graphs import CallAgain, CudaCapture
 from .decoder_config import DecoderConfig
-from .decoder_room import decode_splits, workspace_bytes
 from .device import find_device, make_current
 from .device_room import DeviceRoom
 from .executor import TorchExecutor
 from .forward_pass import ForwardPass
 from .layer_groups import LayerGroups
-from .layout import KVLayout
 from .machine import machine_facts
 from .metering import StorageMeter
 from .model import Decoder
@@ -39,9 +33,11 @@ from .ops import Ops
 from .pool import PagedKVPool
 from .readings import CpuMemoryReader, CudaMemoryReader, MemoryReader, StepReading, storage_bytes
 from .real_settings import RealSettings
+from .run_room import ExecutorRoom, check_parts, weights_bytes, weights_dtype
 from .swap import BlockMover
 from .tokens import TokenBook
-from .weights import DecoderWeights
+from .weight_files import weights_folder
+from .weights import DecoderWeights, Progress
 
 
 class RealEngine:
@@ -54,8 +50,10 @@ class RealEngine:
         *,
         on_step: Callable[[StepReading], None] | None = None,
         recorder: Callable[[int], Callable[[StepReading], None]] | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """`on_step` gets a reading a step of every executor; `recorder(index)` makes one for each, which gets memory readings too.
+        """`on_step` gets a reading a step of every executor; `recorder(index)` makes one for each, which gets memory readings too;
+        `progress` hears how many layers of the model are made, and of how many.
 
         Raises ConfigError for a model or device that cannot be run, OutOfMemoryError if the weights do not fit.
         """
@@ -63,7 +61,7 @@ class RealEngine:
         self.device = find_device(settings.device)
         make_current(self.device)
         self.config = DecoderConfig.of(settings.shape, settings.source)
-        self.dtype = dtype_name(settings.shape.dtype if settings.dtype == "auto" else settings.dtype)
+        self.dtype = weights_dtype(settings)
         self.tokens = TokenBook(requests, seed=settings.seed, vocab_size=settings.shape.vocab_size)
         self.executors: list[TorchExecutor] = []
         """Those handed out, in order."""
@@ -71,8 +69,8 @@ class RealEngine:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         self._room = DeviceRoom(self.device, settings.memory_limit_bytes)
-        self._room.check_weights(settings.shape, self.dtype)
-        self.weights = self._load()
+        check_parts(settings, self.device, weights=weights_bytes(settings))
+        self.weights = self._load(progress)
         self._room.reserve("weights", self.weights.num_bytes)
 
     def executor(self, core: EngineCore) -> TorchExecutor:
@@ -82,44 +80,28 @@ class RealEngine:
             ConfigError: a cache format without a real pool, or attention groups that are not the model's.
             OutOfMemoryError: the pool or the workspace does not fit.
         """
-        engine, shape, settings = core.config, self.config.shape, self.settings
+        engine, settings = core.config, self.settings
         make_current(self.device)
-        groups = LayerGroups.of(shape, engine.groups)
+        groups = LayerGroups.of(self.config.shape, engine.groups)
         ops = Ops(self.device)
-        seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-        splits = tuple(decode_splits(self.config, engine, self.device, count + 1) for count in range(seqs))
-        most = settings.micro_batch_tokens
-        wanted = settings.workspace_bytes or workspace_bytes(
-            self.config,
-            engine if most is None else _at_most(engine, most),
-            element_bytes=torch.empty(0, dtype=self._torch_dtype).element_size(),
-            splits=splits,
-            twins=ops.meant == "torch",
-        )
-        layout = KVLayout(
-            num_layers=groups.num_places,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            block_size=engine.block_size,
-            dtype=self.dtype,
-            kv_cache_dtype=settings.kv_cache_dtype,
-        )
-        self._room.check_pool(layout.arena_bytes(engine.num_gpu_blocks), wanted)
+        room = ExecutorRoom.of(self.config, engine, settings, self.device, ops)
+        check_parts(settings, self.device, rooms=(room,))
+        layout = room.layout
         pool = PagedKVPool(
             layout,
             engine.num_gpu_blocks,
             self.device,
             checked=settings.checked,
             budget=self._room.budget,
-            num_model_layers=shape.num_layers,
+            num_model_layers=self.config.shape.num_layers,
         )
         model = Decoder(
-            self.config, self.weights, ops, max_positions=engine.max_model_len, splits=splits, groups=groups
+            self.config, self.weights, ops, max_positions=engine.max_model_len, splits=room.splits, groups=groups
         )
         buffers = self._buffers(engine, ops)
         self._room.reserve("constants", storage_bytes(_constants(model, pool)))
         self._room.reserve("buffers", buffers.held_bytes[0])
-        workspace = self._room.workspace(wanted, given=settings.workspace_bytes is not None)
+        workspace = self._room.workspace(room.workspace_bytes, given=settings.workspace_bytes is not None)
         if ops.meant == "torch":
             ops.scratch = workspace
         mover, tier = (
@@ -127,7 +109,13 @@ class RealEngine:
             for count in (engine.num_cpu_blocks, engine.num_cpu_prefix_blocks)
         )
         forward = ForwardPass(
-            model, pool, workspace, buffers, self.tokens, sampling=settings.sampling, most_tokens=most
+            model,
+            pool,
+            workspace,
+            buffers,
+            self.tokens,
+            sampling=settings.sampling,
+            most_tokens=settings.micro_batch_tokens,
         )
         if self.device.type == "cuda":
             forward.warm_up()
@@ -204,25 +192,11 @@ class RealEngine:
             staging=ops.staging,
         )
 
-    def _load(self) -> DecoderWeights:
-        source = self.settings.source
-        if source is not None and source not in MODELS:
-            path = Path(source)
-            folder = path if path.is_dir() else path.parent
-            if any(folder.glob("*.safetensors")):
-                return DecoderWeights.from_folder(self.config, folder, dtype=self._torch_dtype, device=self.device)
-        return DecoderWeights.random(self.config, seed=self.settings.seed, dtype=self._torch_dtype, device=self.device)
-
-
-def _at_most(engine: EngineConfig, tokens: int) -> EngineConfig:
-    """The engine with budgets that make its largest step one of `tokens` tokens."""
-    tokens = min(tokens, engine.max_num_batched_tokens)
-    return replace(
-        engine,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=min(engine.max_num_seqs, tokens),
-        enable_chunked_prefill=True,
-    )
+    def _load(self, progress: Progress | None) -> DecoderWeights:
+        folder, place = weights_folder(self.settings.source), {"dtype": self._torch_dtype, "device": self.device}
+        if folder is not None:
+            return DecoderWeights.from_folder(self.config, folder, **place, progress=progress)
+        return DecoderWeights.random(self.config, seed=self.settings.seed, **place, progress=progress)
 
 
 def _constants(model: Decoder, pool: PagedKVPool) -> list[Any]:

@@ -54,8 +54,15 @@ SMALL = 1 << 24
 """A model of fewer parameters runs faster on one core: waking the others takes longer than their share of the work."""
 
 
-def settings_of(tables: Mapping[str, Mapping[str, Any]], shape: ModelShape) -> RealSettings:
-    """What a resolved scenario asks for: `tables` as `Resolved.tables`.
+def threads_of(device: str, shape: ModelShape, clock: str) -> int | None:
+    """Cores that torch is to use; None leaves its choice. A thread's own clock says what a step takes only where that thread does all."""
+    if device != "cpu":
+        return None
+    return 1 if clock == "thread" or shape.num_parameters < SMALL else None
+
+
+def settings_of(tables: Mapping[str, Mapping[str, Any]], shape: ModelShape, clock: str = "wall") -> RealSettings:
+    """What a resolved scenario asks for: `tables` as `Resolved.tables`; its steps are timed by `clock`.
 
     Raises:
         ConfigError: a format that cannot be run.
@@ -72,7 +79,8 @@ def settings_of(tables: Mapping[str, Mapping[str, Any]], shape: ModelShape) -> R
         seed=run["seed"],
         checked=run["check"],
         workspace_bytes=run.get("workspace_bytes"),
-        num_threads=1 if run["device"] == "cpu" and shape.num_parameters < SMALL else None,
+        num_threads=threads_of(run["device"], shape, clock),
+        clock=clock,
         memory_limit_bytes=run["device_limit_bytes"],
         micro_batch_tokens=run["micro_batch_tokens"],
         decode_graphs=False if engine["enforce_eager"] else None,

@@ -66,17 +66,29 @@ class CudaTimer:
         return max(int(self._start.elapsed_time(self._stop) * _FS_PER_MS), 1)
 
 
+def check_clock(device: Any, clock: str) -> None:
+    """Raise ConfigError for no such clock, or one that says nothing of `device`."""
+    if clock not in CLOCKS:
+        raise ConfigError(f"clock is {clock!r}; it must be one of {', '.join(CLOCKS)}")
+    if clock == "thread" and torch.device(device).type == "cuda":
+        raise ConfigError("clock 'thread' counts this thread's time only, while a GPU works besides it; use 'wall'")
+
+
+def clock_name(device: Any, clock: str) -> str:
+    """What times the steps on `device`, as provenance has it."""
+    return "CUDA events" if torch.device(device).type == "cuda" else clock
+
+
 def step_timer(device: Any, clock: str = "wall") -> StepTimer:
     """The timer for a device.
 
     Raises:
         ConfigError: no such clock, or one that says nothing of this device.
     """
-    device = torch.device(device)
-    if clock not in CLOCKS:
-        raise ConfigError(f"clock is {clock!r}; it must be one of {', '.join(CLOCKS)}")
-    if clock == "thread" and (device.type == "cuda" or torch.get_num_threads() > 1):
-        what = "a GPU works" if device.type == "cuda" else f"torch's {torch.get_num_threads()} threads work"
-        raise ConfigError(f"clock 'thread' counts this thread's time only, while {what} besides it; use 'wall'")
-    timer: StepTimer = CudaTimer(device) if device.type == "cuda" else HostTimer(clock)
+    check_clock(device, clock)
+    if clock == "thread" and torch.get_num_threads() > 1:
+        raise ConfigError(
+            f"clock 'thread' counts this thread's time only, while torch's {torch.get_num_threads()} threads work besides it; use 'wall'"
+        )
+    timer: StepTimer = CudaTimer(device) if torch.device(device).type == "cuda" else HostTimer(clock)
     return timer

@@ -7,8 +7,7 @@ matrix products.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,10 @@ from sim.core.config import ConfigError
 
 from .decoder_config import DecoderConfig
 from .readings import storage_bytes
-from .require import require
+from .weight_files import open_folder
+
+Progress = Callable[[int, int], None]
+"""Hears how many layers are made, and of how many."""
 
 DRAWN_ON_CPU = 1 << 27
 """Models up to this many parameters are drawn on the CPU, so that a seed means the same weights on every device."""
@@ -93,7 +95,9 @@ class DecoderWeights:
         )
 
     @classmethod
-    def random(cls, config: DecoderConfig, *, seed: int, dtype: Any, device: Any) -> DecoderWeights:
+    def random(
+        cls, config: DecoderConfig, *, seed: int, dtype: Any, device: Any, progress: Progress | None = None
+    ) -> DecoderWeights:
         """Seeded random weights that keep the variance of what passes through them.
 
         The usual initialisation (standard deviation 0.02) lets a token's own embedding drown the context, so that a
@@ -111,11 +115,19 @@ class DecoderWeights:
             tensor = torch.empty(shape, dtype=torch.float32 if on_cpu else dtype, device=place)
             return tensor.normal_(0.0, scale, generator=generator).to(device=device, dtype=dtype)
 
-        return cls._build(config, draw)
+        return cls._build(config, draw, progress)
 
     @classmethod
-    def from_state(cls, config: DecoderConfig, state: Mapping[str, Any], *, dtype: Any, device: Any) -> DecoderWeights:
-        """From tensors under their Hugging Face names.
+    def from_state(
+        cls,
+        config: DecoderConfig,
+        state: Mapping[str, Any],
+        *,
+        dtype: Any,
+        device: Any,
+        progress: Progress | None = None,
+    ) -> DecoderWeights:
+        """Copies of tensors under their Hugging Face names.
 
         Raises:
             ConfigError: one is missing or has another shape.
@@ -123,43 +135,46 @@ class DecoderWeights:
 
         def take(name: str, shape: tuple[int, ...]) -> Any:
             if name not in state:
-                raise ConfigError(f"the weights of {config.shape.name} have no {name}")
+                raise ConfigError(
+                    f"the weights of {config.shape.name} have no {name}; they hold {len(state)} tensors, of another model perhaps"
+                )
             tensor = state[name]
             if tuple(tensor.shape) != shape:
                 raise ConfigError(f"{name} is {list(tensor.shape)}; {config.shape.name} needs {list(shape)}")
-            return tensor.detach().to(device=device, dtype=dtype)
+            return tensor.detach().to(device=device, dtype=dtype, copy=True)
 
-        return cls._build(config, take)
+        return cls._build(config, take, progress)
 
     @classmethod
-    def from_folder(cls, config: DecoderConfig, folder: Path, *, dtype: Any, device: Any) -> DecoderWeights:
+    def from_folder(
+        cls, config: DecoderConfig, folder: Path, *, dtype: Any, device: Any, progress: Progress | None = None
+    ) -> DecoderWeights:
         """From the `*.safetensors` files of a folder.
 
         Raises:
-            ConfigError: there are none, or a tensor is missing or misshapen.
+            ConfigError: there are none, one cannot be read, or a tensor is missing, misshapen or of a format that cannot be run.
             MissingExtraError: the package safetensors is not installed.
         """
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"{folder}: no *.safetensors file")
-        load = require("safetensors.torch", "reading safetensors").load_file
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            files = [file for file in files if file.name in named]
-        state: dict[str, Any] = {}
-        for file in files:
-            state |= load(file, device="cpu")
-        return cls.from_state(config, state, dtype=dtype, device=device)
+        with open_folder(folder) as state:
+            return cls.from_state(config, state, dtype=dtype, device=device, progress=progress)
 
     @classmethod
-    def _build(cls, config: DecoderConfig, get: Callable[[str, tuple[int, ...]], Any]) -> DecoderWeights:
+    def _build(
+        cls, config: DecoderConfig, get: Callable[[str, tuple[int, ...]], Any], progress: Progress | None
+    ) -> DecoderWeights:
         shape = config.shape
+
+        def layers() -> Iterator[LayerWeights]:
+            for index in range(shape.num_layers):
+                yield _layer(config, f"model.layers.{index}.", get)
+                if progress is not None:
+                    progress(index + 1, shape.num_layers)
+
         embedding = get("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
         tied = shape.tie_word_embeddings
         return cls(
             embedding=embedding,
-            layers=tuple(_layer(config, f"model.layers.{index}.", get) for index in range(shape.num_layers)),
+            layers=tuple(layers()),
             final_norm=get("model.norm.weight", (shape.hidden_size,)),
             head=embedding if tied else get("lm_head.weight", (shape.vocab_size, shape.hidden_size)),
         )

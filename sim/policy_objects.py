@@ -14,7 +14,7 @@ from typing import Any
 
 from sim.core.config import ConfigError, EngineConfig
 
-from .scenario_errors import ScenarioError, nearest
+from .scenario_errors import ScenarioError, choices
 from .scenario_keys import whole_keys
 
 Named = str | Mapping[str, Any]
@@ -51,7 +51,7 @@ def factory(where: str, name: str, known: Mapping[str, Callable[..., Any]]) -> C
     if ":" not in name:
         if name not in known:
             raise ScenarioError(
-                f"{where} is {name!r}; known are {', '.join(known)}, nearest is {nearest(name, list(known))}, and your own is written "
+                f"{where} is {name!r}; {choices(name, known)}, and your own is written "
                 "module:Class, for example my_policies:OnlyShort"
             )
         return known[name]

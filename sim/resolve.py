@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .scenario_errors import ScenarioError, nearest
+from .scenario_errors import ScenarioError, choices
 from .scenario_tables import TABLE_OF_KEY, TABLES
 
 if TYPE_CHECKING:
@@ -169,9 +169,7 @@ def _measured_memory(
     if chosen == ROOFLINE:
         return None
     if chosen not in known and not Path(chosen).is_file():
-        raise ScenarioError(
-            f"[gpu] profile is {chosen!r}, which is no file; by name there are {', '.join(known)}; nearest is {nearest(chosen, known)}"
-        )
+        raise ScenarioError(f"[gpu] profile is {chosen!r}, which is no file; by name {choices(chosen, known)}")
     profile = memory_profile(chosen, model, device, tables["engine"]["tensor_parallel_size"])
     if profile is None:
         return None
@@ -212,6 +210,10 @@ def _prepare_device(tables: dict[str, dict[str, Any]], warnings: list[str]) -> G
         return None
     _bound_cpu_cache(engine, warnings)
     if gpu["gpu"] is not None and not on_host:
+        warnings.append(
+            f"memory is accounted for as on {gpu['gpu']}, but the steps are run and timed on the CPU; leave the GPU out, or give a "
+            "CUDA device"
+        )
         return None
     gpu["gpu"] = HOST.name
     return HOST

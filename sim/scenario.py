@@ -224,7 +224,7 @@ def _validated(tables: _Tables, label: Label) -> dict[str, Any]:
         try:
             checked[name] = table.model_validate(tables[name])
         except ValidationError as error:
-            raise bad_values(name, error, label) from None
+            raise bad_values(name, tables[name], error, label) from None
     try:
         checked["slo"] = Slo.of(tables["slo"]) if tables["slo"] else None
     except SloError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sim.core.policies import PRESETS
 
-from .scenario_errors import ScenarioError, nearest
+from .scenario_errors import ScenarioError, choices
 from .scenario_tables import EngineTable, PolicyTable, RunTable, WorkloadTable
 
 EXECUTORS: tuple[str, ...] = ("model", "torch")
@@ -87,9 +87,7 @@ def check_choices(policy: PolicyTable, run: RunTable, label: Label) -> None:
         ("run", "executor", run.executor, EXECUTORS),
     ):
         if value not in known:
-            raise ScenarioError(
-                f"{label(table, key)} is {value!r}; nearest is {nearest(value, known)} (this version has {', '.join(known)})"
-            )
+            raise ScenarioError(f"{label(table, key)} is {value!r}; {choices(value, known)}")
     if run.executor == "torch":
         _check_device(run.device, label)
         if run.device_limit_bytes is not None and run.device not in (None, "cpu"):

@@ -104,10 +104,10 @@ def _target(name: str, value: object) -> SloTarget:
     statistic = statistic or "p99"
     if metric not in METRICS or statistic not in STATISTICS:
         known = [f"{metric}_{statistic}" for metric in METRICS for statistic in STATISTICS]
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"nearest is {close[0]}" if close else "an objective is a metric, _ and a statistic, such as ttft_p99"
         raise SloError(
-            f"{name!r} is not an objective; nearest is {nearest} (metrics {', '.join(METRICS)}; "
-            f"statistics {', '.join(STATISTICS)})"
+            f"{name!r} is not an objective; {hint} (metrics {', '.join(METRICS)}; statistics {', '.join(STATISTICS)})"
         )
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SloError(f"{name} is {value!r}; it must be a number of seconds above 0")

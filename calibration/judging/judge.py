@@ -23,6 +23,7 @@ from calibration.numerics.tent import Array
 from calibration.recorded.runs import RecordedRun
 from calibration.recorded.twin import SimulatedRun
 
+from .conditions import differing_conditions
 from .preemptions import Preemptions, judge_preemptions
 from .trajectories import CANNOT_TELL, DIFFERENT, EQUIVALENT, Trajectory, trajectories
 
@@ -100,6 +101,16 @@ class Judgement:
         return DIFFERENT if DIFFERENT in verdicts else OPEN
 
     @property
+    def differing(self) -> list[str]:
+        """Under which other conditions the run was timed than its profile: an error may be theirs, not the twin's."""
+        return differing_conditions(self.run.conditions, self.twin.measured, self.twin.profile)
+
+    @property
+    def warnings(self) -> list[str]:
+        """All that is to be known: the differing conditions, and what the simulation says."""
+        return [*self.differing, *self.twin.summary["warnings"]]
+
+    @property
     def untold(self) -> tuple[str, ...]:
         """What was recorded, but too little of it to tell."""
         counted = self.preemptions.measured is not None and self.preemptions.verdict == CANNOT_TELL
@@ -126,7 +137,7 @@ class Judgement:
             "bias": float(np.mean([metric.error for metric in self.metrics if not metric.absolute] or [0.0])),
             "worst": worst.name,
             "margins": asdict(self.margins),
-            "warnings": self.twin.summary["warnings"],
+            "warnings": self.warnings,
             "verdict": self.verdict,
         }
 

@@ -57,6 +57,7 @@ def page(judgement: Judgement) -> str:
             judgement.verdict[:1].upper() + judgement.verdict[1:],
             f"{MEANING[judgement.verdict]} {worst}",
             *untold,
+            *(f"Warning: {text}." for text in judgement.differing),
         )
         + card("The two runs", _origin(judgement, document))
         + card("Times and throughput", _metrics(judgement), note=_STRIP)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibration.errors import CalibrationError
 from sim.catalog.dtypes import DTYPE_BYTES
-from sim.catalog.models import MODELS, model_shape
+from sim.catalog.models import model_shape
 from sim.catalog.shape import ModelShape
 
 from .design import Limits, design
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .rig import StepRig
 
 LEAST_BUDGET_S = 2.0
+ANNOUNCED_S = 5.0
+"""Making that takes longer is said to whoever is not at a terminal too."""
 
 
 def measure(
@@ -35,12 +37,14 @@ def measure(
     *,
     command: str,
     tell: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
     rig: StepRig | None = None,
 ) -> StepRun:
     """Measure until `budget_s` seconds are spent on the run in `out`, those of earlier sessions and of making weights and pool included,
     and the first pass is whole (or `MOST_OVERRUN` times the budget is spent); returns the run.
 
-    `tell` hears how far it is; `rig` is one that `make_rig` made of the same settings, whose making does not count.
+    `tell` hears how far it is, `note` what is about to take long; `rig` is one that `make_rig` made of the same settings, whose making
+    does not count.
 
     Raises: CalibrationError for a budget that is too small, also for making what is measured, or a run in `out` that is of something
     else; ConfigError for a model or device that cannot be run; OSError.
@@ -60,7 +64,8 @@ def measure(
     spent_s = before.spent_s if before is not None else 0.0
     if rig is None:
         seconds = _check_making(settings, shape, budget_s - spent_s)
-        tell(f"making the model, about {seconds:.0f} s of the budget of {budget_s:g} s")
+        say = note if seconds >= ANNOUNCED_S else tell
+        say(f"making {shape.name} and its KV pool, about {seconds:.0f} s of the budget of {budget_s:g} s")
         rig = make_rig(settings)
     limits, points = rig.limits, design(rig.limits, settings.seed, graphs=rig.has_graphs)
     facts = {**machine_facts(settings.device), "date": now(), "command": command}
@@ -116,23 +121,21 @@ def _check_making(settings: MeasureSettings, shape: ModelShape, budget_s: float)
     """
     from gpu.decoder_config import DecoderConfig
     from gpu.device import find_device
+    from gpu.timing import check_clock
+    from gpu.weight_files import weights_folder
 
-    find_device(settings.device)
+    check_clock(find_device(settings.device), settings.clock)
     DecoderConfig.of(shape, settings.model)
     making = Making.of(
         shape,
         settings.limits(shape),
-        drawn=settings.model in MODELS or not _has_weights(Path(settings.model)),
+        drawn=weights_folder(settings.model) is None,
         cache_bytes=DTYPE_BYTES.get(settings.cache_dtype(shape), 1),
         block_bytes=settings.block_bytes(shape),
     )
     seconds = making.seconds(drawing_rate(settings.device))
     making.check(seconds, budget_s)
     return seconds
-
-
-def _has_weights(path: Path) -> bool:
-    return any((path if path.is_dir() else path.parent).glob("*.safetensors"))
 
 
 def first_pass(run: StepRun, settings: MeasureSettings) -> tuple[int, int]:

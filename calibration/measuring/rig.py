@@ -21,7 +21,7 @@ from gpu.executor import TorchExecutor
 from gpu.nvml import nvml_clocks
 from gpu.readings import StepReading, process_bytes
 from gpu.real_engine import RealEngine
-from gpu.real_settings import SMALL, RealSettings
+from gpu.real_settings import RealSettings, threads_of
 from gpu.tokens import TokenBook
 from sim.catalog.shape import ModelShape
 from sim.core.batch_shape import BatchShape
@@ -84,7 +84,7 @@ class StepRig:
                 kv_cache_dtype=kv_cache_dtype,
                 seed=seed,
                 sampling=Sampling(),
-                num_threads=1 if device == "cpu" and shape.num_parameters < SMALL else None,
+                num_threads=threads_of(device, shape, clock),
                 clock=clock,
                 decode_graphs=decode_graphs,
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from calibration.errors import CalibrationError
 from sim.catalog.dtypes import dtype_name, kv_cache_dtype_name
 from sim.catalog.models import MODELS
 from sim.catalog.shape import ModelShape
@@ -41,7 +42,14 @@ class MeasureSettings:
     """What times a step on the CPU: `wall`, or `thread`, which stands still while other processes have the core."""
 
     def limits(self, shape: ModelShape) -> Limits:
-        """The range of steps, and a pool with room for the widest of them, as far as the memory set aside for it goes."""
+        """The range of steps, and a pool with room for the widest of them, as far as the memory set aside for it goes.
+
+        Raises: CalibrationError for a sequence that is longer than the model takes.
+        """
+        if self.max_model_len is not None and self.max_model_len > shape.max_position_embeddings:
+            raise CalibrationError(
+                f"--max-model-len is {self.max_model_len}; {shape.name} takes 1 to {shape.max_position_embeddings} tokens"
+            )
         kind = "cuda" if self.device.startswith("cuda") else "cpu"
         tokens, seqs, longest = LIMITS[kind]
         tokens, seqs = self.max_num_batched_tokens or tokens, self.max_num_seqs or seqs

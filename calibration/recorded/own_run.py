@@ -106,6 +106,10 @@ def read_own_run(folder: Path) -> RecordedRun:
         num_preemptions=int(summary["num_preemptions"]),
         preemptions=table["preemptions"].to_numpy(int) if "preemptions" in table.columns else None,
         scenario=scenario,
+        conditions={
+            "clock": provenance.get("clock"),
+            **{key: machine.get(key) for key in ("threads", "device_name")},
+        },
     )
 
 

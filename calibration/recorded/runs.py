@@ -57,6 +57,8 @@ class RecordedRun:
     """The same by request, where that was recorded."""
     scenario: Scenario | None = None
     """What was run, where the run says so: that of its twin, but for the prices."""
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    """Under what its steps were timed, as far as it says: `clock`, `threads`, `device_name`."""
 
     @property
     def makespan_s(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ import numpy.typing as npt
 from calibration.numerics.tent import Array
 from sim.assembly import cost_model, engine_config
 from sim.core.request import RequestSpec
+from sim.costs.fitted import chosen_profile
 from sim.costs.protocol import CostModel
 from sim.policy_choice import choose_policy
-from sim.resolve import resolve
+from sim.resolve import ROOFLINE, Resolved, resolve
 from sim.results.metrics import request_gaps
 from sim.results.summary import request_columns, summarize, timeline_columns
 from sim.scenario import Scenario
@@ -38,6 +39,8 @@ class SimulatedRun:
     """Every gap between tokens of each request; none of one that did not finish."""
     timeline: dict[str, Array]
     """Engine state, an interval a row: time_s, duration_s, running, waiting, used_blocks …"""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """Provenance of the profile that its prices come from; empty without one."""
 
     @property
     def makespan_s(self) -> float:
@@ -112,5 +115,16 @@ def simulate_requests(
         preemptions=np.asarray(columns["preemptions"], dtype=np.int_),
         itl_gaps_s=tuple(gaps.get(name, np.zeros(0)) for name in columns["request_id"]),
         timeline={name: np.asarray(column, dtype=np.float64) for name, column in timeline.items()},
+        measured=_profile_provenance(resolved),
         **{name: values(name) for name in names},
     )
+
+
+def _profile_provenance(resolved: Resolved) -> Mapping[str, Any]:
+    """How the profile that a scenario names was measured."""
+    name = resolved["gpu"]["profile"]
+    if name == ROOFLINE:
+        return {}
+    ranks = resolved["engine"]["tensor_parallel_size"]
+    found: Mapping[str, Any] = chosen_profile(name, resolved.model, resolved.gpu, ranks).data["provenance"]
+    return found

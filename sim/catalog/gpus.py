@@ -60,6 +60,8 @@ class Gpu:
     """Where rates and sizes were read."""
     unverified: tuple[str, ...] = ()
     """Fields not confirmed by a public log or a data sheet."""
+    nominal: bool = False
+    """True where its figures are those of no machine: the CPU as a device."""
 
     @property
     def total_gib(self) -> float:

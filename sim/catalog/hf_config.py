@@ -119,7 +119,7 @@ def shape_from_config(values: dict[str, Any], *, name: str, source: str = "confi
         attention=attention,
         attention_of_layer=of_layer,
         moe=_moe(config, traits),
-        dtype=dtype_name(str(values.get("torch_dtype") or values.get("dtype") or "bfloat16")),
+        dtype=_dtype(config),
         quantization=_quantization(config),
         tie_word_embeddings=config.flag("tie_word_embeddings", traits.tied),
         qkv_bias=config.flag("attention_bias", traits.qkv_bias),
@@ -131,6 +131,18 @@ def shape_from_config(values: dict[str, Any], *, name: str, source: str = "confi
         rotary_dim=config.optional("qk_rope_head_dim") or 0,
         notes=tuple(notes),
     )
+
+
+def _dtype(config: _Reader) -> str:
+    """The format of the weights as published."""
+    for key in ("torch_dtype", "dtype"):
+        stated = config.values.get(key)
+        if stated:
+            try:
+                return dtype_name(str(stated))
+            except ConfigError as problem:
+                raise config.error(key, f"is {stated!r}: {problem}") from None
+    return "bfloat16"
 
 
 _SHARED_KEYS = (

@@ -22,6 +22,7 @@ HOST = Gpu(
     link="pcie",
     link_bytes_per_s=32 * 10**9,
     pcie_bytes_per_s=32 * 10**9,
+    nominal=True,
     source="nominal figures, the same on every machine so that a scenario resolves alike; a real run measures its own times",
 )
 """Not in the catalogue of GPUs: steps on it are priced by a profile that was measured, never by these figures."""

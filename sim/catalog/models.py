@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from sim.core.config import ConfigError
+
 from .hf_config import read_config
 from .hub_names import hub_aliases
 from .layers import AttentionShape, MoeShape
@@ -267,4 +269,9 @@ def model_shape(name: str | Path) -> ModelShape:
         return MODELS[text]
     if isinstance(name, Path) or text.endswith(".json") or path.is_dir():
         return read_config(path / "config.json" if path.is_dir() else path)
+    if path.is_file() or text.startswith(("./", "../", "/", "~")) or text.endswith("/"):
+        what = "a file, and no config.json" if path.is_file() else "no folder"
+        raise ConfigError(
+            f"{text}: {what}; a model is a catalogue name, or the path of a config.json or of the folder that has one"
+        )
     return look_up("model", text, MODELS, MODEL_ALIASES, advice="Any other model: give the path of its config.json.")

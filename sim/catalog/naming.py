@@ -11,13 +11,24 @@ from sim.core.config import ConfigError
 T = TypeVar("T")
 
 
+CLOSE = 0.6
+"""Likeness from which on a name may have been meant, as difflib counts it: two thirds of the letters in the same order."""
+SHORTEST_PART = 3
+"""Letters from which on a name that contains what was typed counts as near."""
+
+
 def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
-    """The known names most like `name`, best first; names that contain it count as near."""
+    """The known names that may have been meant by `name`, best first; none where none is like it.
+
+    >>> nearest("presure", ["pressure", "swaps"]), nearest("nope", ["pressure", "swaps"])
+    (['pressure'], [])
+    """
     names = list(known)
     lowered = name.lower()
-    close = get_close_matches(lowered, [candidate.lower() for candidate in names], n=most, cutoff=0.5)
+    close = get_close_matches(lowered, [candidate.lower() for candidate in names], n=most, cutoff=CLOSE)
     found = [candidate for match in close for candidate in names if candidate.lower() == match]
-    found += [candidate for candidate in names if lowered and lowered in candidate.lower()]
+    if len(lowered) >= SHORTEST_PART:
+        found += [candidate for candidate in names if lowered in candidate.lower()]
     return list(dict.fromkeys(found))[:most]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sim.catalog.gpus import GIB, Gpu
 from sim.catalog.shape import ModelShape
+from sim.catalog.size_text import size_text
 from sim.core.config import ConfigError
 
 from .account import RankAccount, account_rank, free_at_start_bytes
@@ -86,7 +87,8 @@ class Fit:
         """
         account, total = self.account, self.gpu.total_bytes
         spoken_for = f"{account.used_bytes / GIB:.2f} GiB for everything else"
-        has = f"the {self.gpu.total_gib:.2f} GiB of {self.gpu.name}"
+        nominal = ", a nominal device that is the same on every machine" if self.gpu.nominal else ""
+        has = f"the {self.gpu.total_gib:.2f} GiB of {self.gpu.name}{nominal}"
         if override is not None:
             # Ordering more than there is is a fair question to a simulator (what would an unlimited cache hit?), so it is
             # answered, and said.
@@ -106,7 +108,7 @@ class Fit:
         if ordered is not None:
             order = f"kv_cache_memory_bytes {ordered} ({ordered / GIB:.2f} GiB)"
             if account.used_bytes + ordered > total:
-                raise ConfigError(f"{order} and {spoken_for} are more than {has}")
+                raise ConfigError(f"{order} and {spoken_for} ({account.summary}) are more than {has}")
             if account.num_blocks < 1:
                 raise ConfigError(f"{order} is less than one block of {account.layout.block_bytes} bytes")
         if account.num_blocks < 1:
@@ -129,11 +131,8 @@ class Fit:
         if length <= fits:
             return length
         width = self.account.layout.block_bytes
-        needed = self.account.layout.request_blocks(length, self.in_flight_tokens) * width / GIB
-        problem = (
-            f"one request of {length} tokens needs {needed:.2f} GiB of KV cache, "
-            f"the pool has {blocks * width / GIB:.2f} GiB ({fits} tokens)"
-        )
+        needed = self.account.layout.request_blocks(length, self.in_flight_tokens) * width
+        problem = f"one request of {length} tokens needs {_gib(needed)} of KV cache, the pool has {_gib(blocks * width)} ({fits} tokens)"
         if overridden:
             # The override exists to study pressure: requests that can never fit are rejected when they arrive.
             warnings.append(f"{problem}; longer requests are rejected when they arrive")
@@ -162,3 +161,8 @@ class Fit:
                 pool = account.num_blocks * account.layout.block_bytes
                 return f"use --tensor-parallel-size {size} (KV pool {pool / GIB:.1f} GiB a GPU then)"
         return "use a GPU with more memory or a quantised model"
+
+
+def _gib(size: int) -> str:
+    """In GiB, as engines write it; what is too little for that in a smaller unit."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else size_text(size)

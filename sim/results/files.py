@@ -27,7 +27,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Put `data` at `path`, as `write_text` does."""
+    """Put `data` at `path`, as `write_text` does. An OSError names `path`."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # The temporary file is in the same folder, because a rename is atomic only within one file system.
@@ -37,8 +37,12 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
             stream.write(data)
         Path(temporary).chmod(_mode(target))
         Path(temporary).replace(target)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if (
+            isinstance(error, OSError) and error.errno is not None and error.filename is None
+        ):  # a full disk does not say of which file
+            raise OSError(error.errno, error.strerror, str(target)) from None
         raise
     return target
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sim.catalog.gpus import GIB
+from sim.catalog.size_text import size_text
 from sim.core.clock import to_s
 from sim.memory.device import Device
 from sim.memory.rounding import MIB, SEGMENT_GRAIN_BYTES
@@ -36,18 +36,6 @@ _CALLS = {
 """The calls on the stack in each phase of a step, outermost first."""
 _ANY_CALL = ("execute_model",)
 """What is on it where a real device says no more than that a step failed."""
-
-
-def size_text(size: int) -> str:
-    """A size as PyTorch prints it.
-
-    >>> size_text(512), size_text(3 * 2**29)
-    ('512 bytes', '1.50 GiB')
-    """
-    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size} bytes"
 
 
 def oom_log(record: RunRecord, settings: Mapping[str, Any]) -> str:

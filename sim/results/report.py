@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from .report_answers import answer
-from .report_device import device_figure, device_note
+from .report_device import device_figure, device_note, device_title
 from .report_executors import executors_html
 from .report_figures import LATENCIES, class_figure, finished_values, latency_figure, objectives
 from .report_format import count, escape, plural, seconds
@@ -36,7 +36,7 @@ def report_html(result: Result) -> str:
         _time_section(result, figures),
         _class_section(result, figures),
         executors_html(summary),
-        waterfall_html(result.ledger),
+        waterfall_html(result.ledger, measured="executors" in result.summary),
         requests_html(result),
         provenance_html(result),
     ]
@@ -116,10 +116,7 @@ def _time_section(result: Result, figures: dict[str, Figure]) -> str:
             "A waiting line that keeps climbing means the load is above capacity.",
         ),
         "batch": ("Batch", "Tokens computed in a step: prompts (prefill) and generation (decode)."),
-        "device": (
-            "GPU memory, line by line",
-            "What each line of the account holds; the dashed line is the GPU's memory.",
-        ),
+        "device": device_title(result),
     }
     parts = "".join(
         f'<h3 style="margin-top:1rem">{titles[name][0]}</h3><p class="soft small">{titles[name][1]}</p>{_plot(name)}'

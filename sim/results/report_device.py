@@ -9,6 +9,7 @@ import numpy as np
 from sim.catalog.gpus import GIB
 
 from .page_parts import html_table
+from .report_executors import on_cpu
 from .report_format import count, escape, gib, plural
 from .report_layout import INK, RED, Figure, base_layout, limit_line, plain_text, rounded
 from .report_series import INSTANT_S, MAX_SPANS, Array, Envelope, Steps, envelope
@@ -61,6 +62,16 @@ def device_figure(result: Result) -> Figure | None:
     )  # fmt: skip
     layout["margin"] |= {"t": 84}  # room for a legend of three lines
     return {"data": traces, "layout": layout | {"hovermode": "x unified"}}
+
+
+def device_title(result: Result) -> tuple[str, str]:
+    """Heading of the figure, and what it shows. A CPU has no memory of its own: without a limit the run's own parts are all there is."""
+    if on_cpu(result.summary):
+        return (
+            "Memory, line by line",
+            "What each part of the run holds; the dashed line is its limit, or, without one, all that it took.",
+        )
+    return "GPU memory, line by line", "What each line of the account holds; the dashed line is the GPU's memory."
 
 
 def device_note(result: Result) -> str:

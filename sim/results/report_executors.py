@@ -12,18 +12,30 @@ _MOST_ROWS = 12
 """Operations of a followed step that are shown: those with the most live bytes."""
 
 
+def on_cpu(summary: Mapping[str, Any]) -> bool:
+    """Whether a run was carried out for real, on the CPU."""
+    return any(executor["device"] == "cpu" for executor in summary.get("executors") or ())
+
+
 def executors_html(summary: Mapping[str, Any]) -> str:
     """One card an executor; empty for a simulation."""
     executors: Sequence[Mapping[str, Any]] = summary.get("executors") or ()
+    again = sum(executor["steps"] for executor in executors) - summary.get("engine_steps", 0)
     cards = []
     for index, executor in enumerate(executors):
         title = "What ran" if len(executors) == 1 else f"What ran: replica {index}"
-        parts = [_facts(executor), _fallbacks(executor), _served(executor), _peak(executor.get("peak_by_op"))]
+        parts = [
+            _facts(executor, again if len(executors) == 1 else 0),
+            _fallbacks(executor),
+            _served(executor),
+            _peak(executor.get("peak_by_op")),
+        ]
         cards.append(f'<section class="card"><h2>{title}</h2>{"".join(parts)}</section>')
     return "".join(cards)
 
 
-def _facts(executor: Mapping[str, Any]) -> str:
+def _facts(executor: Mapping[str, Any], again: int) -> str:
+    """What it did in words; `again` are steps that were run and did not count."""
     sizes, blocks = executor["bytes"], executor["blocks"]
     sentences = [
         f"{count(executor['steps'])} steps on {executor['device']}, {count(executor['oom_steps'])} of them out of memory, "
@@ -33,6 +45,8 @@ def _facts(executor: Mapping[str, Any]) -> str:
         f"{gib(sizes['staging'])} of the host's memory",
         f"in the end {plural(blocks['allocated'], 'block')} held, {plural(blocks['quarantined'], 'block')} in quarantine",
     ]
+    if again > 0:
+        sentences.append(f"{plural(again, 'step')} did not count: an arrival cut the stretch, and the work came again")
     graphs = executor.get("graphs")
     if graphs is None:
         sentences.append("no captured decode batches: every step was eager")
@@ -43,7 +57,8 @@ def _facts(executor: Mapping[str, Any]) -> str:
     nvml = executor.get("nvml") or {}
     if "absent" in nvml:
         sentences.append(f"NVML not read: {nvml['absent']}")
-    return f'<p class="soft small">{escape(". ".join(sentences))}.</p>'
+    told = ". ".join(sentence[:1].upper() + sentence[1:] for sentence in sentences)
+    return f'<p class="soft small">{escape(told)}.</p>'
 
 
 def _fallbacks(executor: Mapping[str, Any]) -> str:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sim.catalog.host import HOST
+
 from .report_answers import Answer
 from .report_format import GIB, MISSING, count, escape, figure, gib, number, seconds, share, statistic
 from .report_template import DEFINITIONS
@@ -88,8 +90,11 @@ def tiles_html(summary: Mapping[str, Any]) -> str:
     ) + "</section>"  # fmt: skip
 
 
-def waterfall_html(ledger: Ledger | None) -> str:
-    """The memory account as a waterfall: each line starts where the one above it ends, from the whole GPU to the KV pool."""
+def waterfall_html(ledger: Ledger | None, *, measured: bool = False) -> str:
+    """The memory account as a waterfall: each line starts where the one above it ends, from the whole GPU to the KV pool.
+
+    `measured` says that the run was carried out for real, so that the account of a nominal device can be told from what it took.
+    """
     lines = list(ledger.lines) if ledger is not None else []
     if not lines:
         return ""
@@ -101,7 +106,9 @@ def waterfall_html(ledger: Ledger | None) -> str:
     if total <= 0:
         return ""
     parts = sorted(parts, key=lambda line: line.inside_budget)  # stable: first what the engine may not use
-    rows = [_waterfall_row("GPU memory", total, 0, total, "total", _reckoning(lines[0]) if opens_with_total else "")]
+    nominal = getattr(ledger, "gpu", None) == HOST.name
+    whole = "Nominal memory" if nominal else "GPU memory"
+    rows = [_waterfall_row(whole, total, 0, total, "total", _reckoning(lines[0]) if opens_with_total else "")]
     begin = 0
     for line in parts:
         kind = (
@@ -111,9 +118,17 @@ def waterfall_html(ledger: Ledger | None) -> str:
         begin += max(line.bytes, 0)
     return (
         '<section class="card"><h2>Where the memory goes</h2><p class="soft small">Bytes a rank. Light grey lies outside the '
-        "engine's budget, blue is the KV pool.</p>"
+        f"engine's budget, blue is the KV pool.{_nominal_note(measured) if nominal else ''}</p>"
         '<div class="scroll"><table class="waterfall"><thead><tr><th class="text">Line</th><th></th><th>GiB</th><th>Share</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _nominal_note(measured: bool) -> str:
+    taken = "What this run really took is under What ran." if measured else "What this machine has plays no part in it."
+    return (
+        f" The CPU is budgeted as a nominal device of {HOST.total_gib:.0f} GiB, the same on every machine, with the account of an engine "
+        f"on a GPU. {taken}"
     )
 
 

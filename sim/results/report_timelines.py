@@ -199,8 +199,8 @@ def time_unit(edges: Array) -> tuple[float, str]:
 
 
 def time_axis(edges: Array, divide: float, unit: str) -> Figure:
-    """The axis of simulated time that the figures share."""
-    title = {"text": f"simulated time ({unit})"}
+    """The axis of the run's own time, simulated or measured, that the figures share."""
+    title = {"text": f"time in the run ({unit})"}
     return {
         "title": title,
         "range": rounded([min(0.0, edges[0] / divide), edges[-1] / divide]),

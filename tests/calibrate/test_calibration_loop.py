@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from calibration.errors import CalibrationError
+from calibration.judging.conditions import differing_conditions
 from calibration.judging.judge import Margins, judge
 from calibration.judging.page import page
 from calibration.judging.speed import at_speed
@@ -141,6 +142,33 @@ def test_judge_as_a_user_types_it(exact: Path, tmp_path: Path, capsys: pytest.Ca
     tpot = next(one for one in json.loads(capsys.readouterr().out)["metrics"] if one["name"] == "tpot_mean_s")
     assert tpot["predicted_low"] <= tpot["measured"] <= tpot["predicted_high"]
     assert f"{tpot['predicted_low'] * 1e3:.4g} ms to" in html.read_text()
+
+
+def test_a_profile_timed_by_another_clock_than_the_run_is_warned_of(
+    exact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(exact, tmp_path / "other")
+    said = json.loads((other / "provenance.json").read_text())
+    assert said["clock"] == "wall", "as the profile"
+    (other / "provenance.json").write_text(json.dumps(said | {"clock": "thread"}))
+    html = tmp_path / "judge.html"
+    for folder, expected in ((exact, 0), (other, 1)):
+        assert kvtwin(["calibrate", "judge", "--run", str(folder), "--profile", PROFILE, "--html", str(html)]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("warning: the run's steps were timed by the time that the thread had a core") == expected
+        assert html.read_text().count("run with --clock wall, or measure with --clock thread") == expected
+
+
+def test_only_what_both_say_is_compared() -> None:
+    profile = {"clock": "wall", "threads": 1, "measured_on": "A, 2 cores"}
+    assert differing_conditions(profile | {"device_name": "A, 2 cores"}, profile, "p") == []
+    assert differing_conditions({}, profile, "p") == differing_conditions({"clock": "thread"}, {}, "p") == []
+    found = differing_conditions({"clock": "CUDA events", "threads": 2, "device_name": "B"}, profile, "p")
+    assert [sentence.partition(",")[0] for sentence in found] == [
+        "the run's steps were timed by CUDA events",
+        "the run worked with 2 threads",
+        "the run was on B",
+    ]
 
 
 def test_requests_that_did_not_finish_are_left_out_of_the_comparison(exact: Path) -> None:

@@ -185,6 +185,10 @@ def test_times_are_understood(text: str, value: float) -> None:
         (["measure", "--model", "granite-3.1-8b", "--out", "r"], ["granite-3.1-8b cannot be run for real"]),
         (["measure", "--device", "tpu", "--out", "r"], ["device is 'tpu'"]),
         (["measure", "--max-num-seqs", "2", "--out", "r"], ["max_num_seqs is 2"]),
+        (
+            ["measure", "--max-model-len", "5000", "--out", "r"],
+            ["--max-model-len is 5000", "tiny-llama-test takes 1 to 4096"],
+        ),
         (["measure", "--clock", "sun", "--out", "r"], ["clock is 'sun'", "wall, thread"]),
         (["fit", ".", "--out", "p.json"], ["not a folder of measurements", "kvtwin calibrate measure"]),
     ],

@@ -1,5 +1,7 @@
 """Bad input ends with code 2 and one message that says what is wrong, where, and what would be right."""
 
+import errno
+
 import pytest
 
 from experiments.cli import main
@@ -16,7 +18,15 @@ LOADED = [*NAMED, "--workload", "uniform"]
         (["run", *LOADED, "--modle", "x"], ["no such flag --modle", "nearest is --model"]),
         (["rnu"], ["rnu", "run"]),
         (["run", *LOADED, "--model"], ["--model", "argument"]),
-        (["run", *LOADED, "--block-size", "many"], ["--block-size", "integer"]),
+        (["run", *LOADED, "--block-size", "many"], ["--block-size", "'many'", "integer"]),
+        (["run", *LOADED, "--peak-step=-1"], ["--peak-step", "-1", "0"]),
+        (["run", *LOADED, "--rate", "fast"], ["--rate", "'fast'", "number"]),
+        (
+            ["run", *LOADED, "--speculative-model", "x"],
+            ["no such flag --speculative-model", "a key of [engine] in a scenario file"],
+        ),
+        (["run", *LOADED, "--zzz"], ["no such flag --zzz; kvtwin run --help lists all"]),
+        (["run", *NAMED, "--workload", "foo"], ["unknown workload 'foo'", "known are azure-code"]),
         (["run", *LOADED, "extra.toml", "more.toml"], ["more.toml"]),
         (["run", "--gpu", "h100", "--workload", "uniform"], ["no model is given", "--model"]),
         (["run", "--model", "llama-3.1-8b", "--workload", "uniform"], ["no gpu is given", "--gpu"]),
@@ -115,6 +125,41 @@ def test_an_interrupt_is_a_word_and_not_a_traceback(capsys, monkeypatch):
     monkeypatch.setattr("sim.simulation.simulate", interrupted)
     assert main(["run", *LOADED]) == 130
     assert capsys.readouterr().err == "kvtwin run: interrupted\n"
+
+
+def test_results_that_have_nowhere_to_go_name_the_path_that_was_given(tmp_path, capsys):
+    (tmp_path / "taken").write_text("notes", encoding="utf-8")
+    for flags, says in (
+        (["--out", "taken"], "taken: is a file; a folder is needed\n"),
+        (["--out", "taken/x"], f"taken: is a file; a folder is needed, and {tmp_path / 'taken/x'} lies under it"),
+        (["--html", "taken/x.html"], "taken: is a file; a folder is needed, and"),
+        (["--decision-log", "taken/x.jsonl"], "taken: is a file; a folder is needed, and"),
+        (["--html", "."], "is a folder; a file name is needed"),
+    ):
+        assert main(["run", *LOADED, flags[0], str(tmp_path / flags[1])]) == 2
+        assert says in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_the_run(tmp_path, capsys, monkeypatch):
+    def refuse(*arguments, **settings):
+        raise OSError(errno.EROFS, "Read-only file system", "/some/temporary/name")
+
+    monkeypatch.setattr("experiments.outputs.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("sim.simulation.simulate", lambda *given, **settings: pytest.fail("it ran first"))
+    assert main(["run", *LOADED, "--html", str(tmp_path / "report.html")]) == 2
+    assert f"{tmp_path / 'report.html'}: cannot be written: Read-only file system" in capsys.readouterr().err
+
+
+def test_a_full_disk_names_the_decision_log_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    def full(self, entry):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("experiments.decision_log.DecisionLogFile.write", full)
+    log = tmp_path / "log.jsonl"
+    assert main(["run", *LOADED, "--num-requests", "3", "--decision-log", str(log)]) == 2
+    assert f"{log}: No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):

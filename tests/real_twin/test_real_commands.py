@@ -13,6 +13,7 @@ from experiments.cli import main
 from experiments.real_run import run_scenario
 from experiments.validation import SCENARIOS, Cell
 from experiments.validation.cell import account_errors
+from sim.resolve import resolve
 from sim.scenario_errors import ScenarioError
 
 REAL = ["run", "--executor", "torch", "--model", "tiny-llama-test", "--workload", "uniform", "--rate", "60"]
@@ -105,6 +106,8 @@ def test_the_kv_cache_of_a_run_on_the_cpu_is_bounded():
     )
     resolved = scenario.resolved()
     assert resolved["engine"]["kv_cache_memory_bytes"] == 256 << 20
+    told = " ".join(resolve(scenario).warnings)
+    assert "memory is accounted for as on h100-sxm-80gb, but the steps are run and timed on the CPU" in told
     assert resolved["run"]["device"] == "cpu"
 
 
@@ -128,17 +131,25 @@ def test_what_cannot_be_run_for_real_is_bad_input(flags, words, capsys):
 @pytest.mark.parametrize("line", [REAL, ["calibrate", "measure", "--device", "cpu"]])
 def test_weights_that_this_machine_cannot_hold_are_refused_before_they_are_made(line, tmp_path, monkeypatch, capsys):
     """tiny-llama-test has 106,816 parameters of four bytes, 427,264 B; one byte less is free."""
-    monkeypatch.setattr("gpu.real_engine.available_bytes", lambda: 427_263)
+    monkeypatch.setattr("gpu.run_room.available_bytes", lambda: 427_263)
+    monkeypatch.setattr("gpu.weights.DecoderWeights.random", lambda *given, **settings: pytest.fail("they were made"))
     assert main([*line, "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    assert "the weights of tiny-llama-test in float32" in message
-    assert "do not fit into the 0.00 GiB that are free on cpu; take a smaller model" in message
+    assert "tiny-llama-test needs 417.25 KiB (weights in float32 417.25 KiB)" in message
+    assert "but this machine has 417.25 KiB free; take a smaller model" in message
 
 
 def test_a_pool_that_this_machine_cannot_hold_is_refused_before_it_is_taken(monkeypatch, capsys):
-    monkeypatch.setattr("gpu.real_engine.available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("gpu.run_room.available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(
+        "gpu.weights.DecoderWeights.random", lambda *given, **settings: pytest.fail("weights were made")
+    )
     assert main([*REAL, "--num-requests", "2", "--num-gpu-blocks-override", "1000000", "--max-model-len", "2048"]) == 2
-    assert "do not fit into the 1.00 GiB that are free on cpu; lower num_gpu_blocks_override" in capsys.readouterr().err
+    # a block is 16 tokens of 2 layers, 2 heads, 16 numbers of 4 bytes, for K and for V
+    pool = f"KV pool {1_000_001 * 16 * 2 * 2 * 16 * 4 * 2 / 2**30:.2f} GiB"
+    message = capsys.readouterr().err
+    assert pool in message
+    assert "but this machine has 1.00 GiB free; lower num_gpu_blocks_override" in message
 
 
 @pytest.mark.parametrize(
@@ -181,9 +192,16 @@ def test_a_hard_limit_on_the_cpu_ends_the_run_s_requests_and_not_the_run(tmp_pat
         assert (device["blocks"]["allocated"], device["blocks"]["quarantined"]) == (0, 0)
     scenario.write_text(text.format(kept - 1000), encoding="utf-8")
     assert main(["run", str(scenario)]) == 2
+    assert "do not fit cpu" in capsys.readouterr().err
+    least = taken["weights"] + taken["kv_cache"]  # nothing is left for the buffers
+    scenario.write_text(text.format(least), encoding="utf-8")
+    assert main(["run", str(scenario)]) == 2
     message = capsys.readouterr().err
-    assert "do not fit cpu: CPU out of memory. Tried to allocate" in message
-    assert "Asked for by" in message
+    assert f"device_limit_bytes is {least:,}, but before its first step tiny-llama-test takes" in message
+    pool = (
+        161 * 16 * 2 * 2 * 16 * 4 * 2
+    )  # 160 blocks and NO_BLOCK: 16 tokens, 2 layers, 2 heads, 16 numbers of 4 bytes, K and V
+    assert f"weights {taken['weights']:,}, KV pool {pool:,}, buffers " in message
 
 
 def test_a_step_may_be_computed_in_several_passes(tmp_path, capsys):

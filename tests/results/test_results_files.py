@@ -1,9 +1,11 @@
 """Files are whole or absent, and equal values give equal bytes."""
 
 import csv
+import errno
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,20 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
         write_text(target, "new")
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_full_disk_is_told_with_the_file_that_does_not_fit(tmp_path, monkeypatch):
+    """What the operating system says of a write has no name in it."""
+
+    def full(handle, mode):
+        os.close(handle)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sim.results.files.os.fdopen", full)
+    with pytest.raises(OSError) as raised:
+        write_text(tmp_path / "memory.csv", "1\n")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path / "memory.csv"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_folders_are_made_and_the_file_is_readable_by_others(tmp_path):

@@ -117,7 +117,8 @@ def test_a_scenario_can_be_sent_to_another_process():
         ("engine = 3", ["[engine] is 3", "table"]),
         ('[policy]\nscheduling_policy = "lifo"', ["scheduling_policy is 'lifo'", "one of fcfs, priority"]),
         ('[policy]\npolicy = "sglong"', ["[policy] policy is 'sglong'", "sglang"]),
-        ('[run]\nexecutor = "tensorrt"', ["[run] executor is 'tensorrt'", "nearest is torch"]),
+        ('[run]\nexecutor = "tensorrt"', ["[run] executor is 'tensorrt'", "there are model, torch"]),
+        ('[run]\nexecutor = "torhc"', ["[run] executor is 'torhc'", "nearest is torch (there are model, torch)"]),
         ('[run]\nexecutor = "torch"\ndevice = "tpu"', ["[run] device is 'tpu'", "cuda:N"]),
         ('[run]\ndevice = "cuda"', ["[run] device is 'cuda'", "leave it out"]),
         ('[workload]\ntrace = "a"\nworkload = "b"', ["[workload] trace (a)", "[workload] workload (b)", "both"]),
@@ -130,6 +131,30 @@ def test_a_scenario_can_be_sent_to_another_process():
         ("[workload]\ntimeout = inf", ["[workload] timeout is inf"]),
         ("[workload]\ncancel_rate = 2", ["cancel_rate is 2", "at most 1"]),
         ("[workload]\ninput_tokens = [1, 2, 3]", ["input_tokens", "[smallest, largest]"]),
+        (
+            '[workload]\ninput_tokens = ["a", 3]',
+            ["[workload] input_tokens[0] is 'a' (text); it must be a whole number ("],
+        ),
+        ('[workload]\ninput_tokens = "many"', ["[workload] input_tokens is 'many' (text)", "a whole number or a list"]),
+        ("[workload]\ninput_tokens = 0", ["input_tokens is 0; it must be at least 1 or a list"]),
+        ("[workload]\ninput_tokens = [1, 2, 3]", ["input_tokens is [1, 2, 3]", "a list of 2"]),
+        ('[workload]\npriorities = {0 = "a"}', ["[workload] priorities.0 is 'a' (text); it must be a number ("]),
+        (
+            "[workload]\npriorities = {high = 1.0}",
+            ["priorities has the key 'high' (text); a whole number was expected"],
+        ),
+        ("[workload]\ntenants = {acme = true}", ["[workload] tenants.acme is true; it must be a number ("]),
+        ('[policy]\nladder = [{action = ["x"]}]', ["[policy] ladder[0].action is ['x']", "text in quotes or a number"]),
+        ("[policy]\nladder = [{on = 1.0}, 3]", ["[policy] ladder[1] is 3; it must be a table ("]),
+        (
+            '[policy]\nretention = [{priority = "high"}]',
+            ["retention[0].priority is 'high' (text)", "a number or true or false"],
+        ),
+        ("[policy]\nadmission = [3]", ["[policy] admission[0] is 3; it must be text in quotes or a table ("]),
+        (
+            '[run]\nfaults = [{kind = "leak", at_s = [1]}]',
+            ["[run] faults[0].at_s is [1]", "text in quotes or a number"],
+        ),
         ("[slo]\nttft_p98 = 1", ["[slo]", "'ttft_p98'", "nearest is ttft_p9"]),
         ("slo = 3", ["[slo] is 3"]),
         ('[model]\nname = "a"\nmodel = "b"', ["[model] name", "[model] model", "same"]),
@@ -165,6 +190,25 @@ def test_an_unknown_name_in_python_names_the_nearest():
         Scenario(modle="llama-3.1-8b")
     with pytest.raises(ScenarioError, match="'blck_size'.*block_size in .engine."):
         Scenario().with_(blck_size=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[engine]\nzzz = 1", "[engine] zzz is not a key of [engine]; there are tensor_parallel_size, "),
+        ("[motor]\nzzz = 1", "motor is neither a table nor a key; tables are [model] [gpu] "),
+        ('[policy]\npolicy = "foo"', "[policy] policy is 'foo'; there are vllm-v1, "),
+        (
+            "[slo]\nqqq = 1.0",
+            "'qqq' is not an objective; an objective is a metric, _ and a statistic, such as ttft_p99",
+        ),
+    ],
+)
+def test_nothing_is_suggested_for_a_name_that_is_like_no_other(scenario_file, text, says):
+    with pytest.raises(ScenarioError) as error:
+        Scenario.load(scenario_file(text))
+    assert says in str(error.value)
+    assert "nearest" not in str(error.value)
 
 
 def test_priorities_of_a_file_are_whole_numbers_though_toml_keys_are_text(tmp_path):
