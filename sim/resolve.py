@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .preset_settings import check_order, check_typed, fill_in, key_of, order_of
 from .scenario_errors import ScenarioError, nearest
 from .scenario_tables import TABLE_OF_KEY, TABLES
 
 if TYPE_CHECKING:
     from sim.catalog.gpus import Gpu
     from sim.catalog.shape import ModelShape
-    from sim.core.config import EngineConfig
     from sim.memory import Ledger
     from sim.memory.measured import MeasuredMemory
+    from sim.memory.releases import EngineRelease
 
     from .scenario import Scenario
     from .slo import Slo
@@ -49,6 +51,10 @@ _LEDGER_KEYS = (
     "other_processes_bytes",
 )
 
+TYPED, PASTED, PRESET = "given", "pasted", "preset"
+"""Where a setting came from: a key or flag, pasted vLLM flags, or the preset of the policy."""
+_DECIDES = {*TABLES["engine"].model_fields, *TABLES["policy"].model_fields} - {"vllm_args", "policy"}
+
 HOW_NOT_WHAT = ("stepping", "check")
 """Keys of `[run]` that change how a run is computed and nothing of what comes of it."""
 
@@ -66,6 +72,8 @@ class Resolved:
     slo: Slo | None
     warnings: tuple[str, ...]
     """Sentences for the user: what was pasted and had no effect, what to know about the memory account."""
+    origins: Mapping[str, str]
+    """Where settings of the engine and its policy came from, by key: TYPED, PASTED or PRESET. The others are defaults."""
 
     def __getitem__(self, table: str) -> dict[str, Any]:
         return self.tables[table]
@@ -74,14 +82,14 @@ class Resolved:
         """The tables in JSON's own types; an infinite rate is the text "inf", as vLLM writes it."""
         slo = self.slo.as_dict() if self.slo else {}
         plain = {name: {key: _json(value) for key, value in keys.items()} for name, keys in self.tables.items()}
+        policy = plain["policy"]
+        if order_of(policy["queue"]) not in (None, policy["scheduling_policy"]):
+            del policy["scheduling_policy"]  # the queue has an order of its own
         return {**plain, "slo": dict(slo)}
 
-    def what_was_run(self, config: EngineConfig) -> dict[str, dict[str, Any]]:
-        """The same with the settings as the policy's preset left them, and without the keys that say how the run is computed:
-        leaping or stepping, a run is the same run (I13).
-        """
+    def what_was_run(self) -> dict[str, dict[str, Any]]:
+        """The same without the keys that say how the run is computed: leaping or stepping, a run is the same run (I13)."""
         tables = self.as_dict()
-        tables["engine"] |= {key: getattr(config, key) for key in tables["engine"] if hasattr(config, key)}
         return {**tables, "run": {key: value for key, value in tables["run"].items() if key not in HOW_NOT_WHAT}}
 
 
@@ -104,6 +112,7 @@ def resolve(scenario: Scenario) -> Resolved:
         ledger=ledger,
         slo=scenario.slo,
         warnings=(*draft.warnings, *ledger.warnings),
+        origins=draft.origins,
     )
 
 
@@ -122,6 +131,7 @@ class _Draft:
     tables: dict[str, dict[str, Any]]
     ledger_settings: dict[str, Any]
     warnings: list[str]
+    origins: dict[str, str]
 
 
 def _draft(scenario: Scenario) -> _Draft:
@@ -136,13 +146,22 @@ def _draft(scenario: Scenario) -> _Draft:
         if tables[table][table] is None:
             raise ScenarioError(f"no {table} is given; for example {flag}, or {table} = … in [{table}]")
     model, device = model_shape(tables["model"]["model"]), host or gpu(tables["gpu"]["gpu"])
-    engine, given = tables["engine"], scenario.engine.model_fields_set | pasted
+    engine, typed = tables["engine"], {key for table in ("engine", "policy") for key in _typed(scenario, table)}
+    given = typed | pasted
     longest = engine["max_model_len"] or model.max_position_embeddings
     release = engine_release(engine["engine_version"], device.compute_capability)
     if "enable_chunked_prefill" not in given:
         engine["enable_chunked_prefill"] = longest > release.whole_prompts_up_to
+    decided = fill_in(tables, longest, given)
     limits = step_defaults(device, release, longest, chunked_prefill=engine["enable_chunked_prefill"])
-    _fill_budgets(engine, longest, limits.max_num_batched_tokens, limits.max_num_seqs, device.name)
+    _fill_budgets(
+        engine,
+        longest,
+        limits.max_num_batched_tokens,
+        limits.max_num_seqs,
+        device.name,
+        _why_whole(tables, given, release),
+    )
     _fill_workload(tables["workload"])
     settings = {key: engine[key] for key in _LEDGER_KEYS}
     if "gpu_memory_utilization" not in given:
@@ -155,7 +174,15 @@ def _draft(scenario: Scenario) -> _Draft:
         "watermark": tables["policy"]["watermark"],
     }
     settings["measured"] = _measured_memory(tables, model, device, warnings, engine_given="engine_version" in given)
-    return _Draft(tables=tables, ledger_settings=settings, warnings=warnings)
+    origins = dict.fromkeys(typed & _DECIDES, TYPED)
+    origins |= dict.fromkeys((pasted & _DECIDES) - typed, PASTED) | dict.fromkeys(decided, PRESET)
+    return _Draft(tables=tables, ledger_settings=settings, warnings=warnings, origins=origins)
+
+
+def _typed(scenario: Scenario, table: str) -> set[str]:
+    """Keys that have a value because somebody said so; None takes back what was said."""
+    values = getattr(scenario, table)
+    return {key for key in values.model_fields_set if getattr(values, key) is not None}
 
 
 def _measured_memory(
@@ -241,8 +268,11 @@ def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], l
 
     parsed = parse_vllm_args(pasted)
     ignored = list(parsed.ignored)
-    for name, value in parsed.settings.items():
-        key = "scheduler_reserve_full_isl" if name == "reserve_full_prompt" else name
+    settings = {key_of(name): value for name, value in parsed.settings.items()}
+    policy = tables["policy"]
+    check_typed(policy["policy"], settings.items(), _in_pasted_flags)
+    check_order(order_of(policy["queue"]), settings.get("scheduling_policy"), _in_pasted_flags)
+    for key, value in settings.items():
         table = TABLE_OF_KEY.get(key)
         if table is None:
             ignored.append(f"--{key.replace('_', '-')}")
@@ -254,10 +284,24 @@ def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], l
             )
         tables[table][key] = value
     note = "pasted vLLM flags that have no effect here: " + ", ".join(ignored)
-    return tables, [note] if ignored else [], set(parsed.settings)
+    return tables, [note] if ignored else [], set(settings)
 
 
-def _fill_budgets(engine: dict[str, Any], longest: int, default_tokens: int, default_seqs: int, gpu_name: str) -> None:
+def _in_pasted_flags(_table: str, key: str) -> str:
+    return f"--{key.replace('_', '-')} of the pasted vLLM flags"
+
+
+def _why_whole(tables: Mapping[str, dict[str, Any]], given: Collection[str], release: EngineRelease) -> str:
+    """Who said that prompts are computed whole, where nobody typed it; as a clause in brackets."""
+    if "enable_chunked_prefill" in given:
+        return ""
+    who = "engine_version" if release.whole_prompts_up_to else f"the preset {tables['policy']['policy']}"
+    return f" ({who} computes prompts whole at this length unless told otherwise)"
+
+
+def _fill_budgets(
+    engine: dict[str, Any], longest: int, default_tokens: int, default_seqs: int, gpu_name: str, why_whole: str
+) -> None:
     """The step's token and sequence budgets, and their contradictions. Source: vLLM 0.29, `SchedulerConfig` and `EngineArgs`."""
     tokens, seqs = engine["max_num_batched_tokens"], engine["max_num_seqs"]
     whole_prompts = not engine["enable_chunked_prefill"]
@@ -265,7 +309,7 @@ def _fill_budgets(engine: dict[str, Any], longest: int, default_tokens: int, def
         engine["max_num_batched_tokens"] = max(default_tokens, longest) if whole_prompts else default_tokens
     elif whole_prompts and tokens < longest:
         raise ScenarioError(
-            f"without chunked prefill a whole prompt must fit in one step, but max_num_batched_tokens ({tokens}) is below "
+            f"without chunked prefill{why_whole} a whole prompt must fit in one step, but max_num_batched_tokens ({tokens}) is below "
             f"max_model_len ({longest}); raise the first, lower the second, or enable chunked prefill"
         )
     if seqs is None:

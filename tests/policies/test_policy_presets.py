@@ -24,7 +24,7 @@ from experiments.oversubscription import served, summary_of
 from sim.core.admission import CanEverFit, Every, FreeBlocks
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.policies import PRESETS, MaxInFlight
+from sim.core.policies import PRESETS, MaxInFlight, preset_of
 from sim.core.policy import Policy
 from sim.core.request import Outcome
 
@@ -343,6 +343,6 @@ def test_b50_a_full_pool_is_met_in_order_and_each_measure_is_taken_once(drive):
 def test_every_preset_says_what_it_models_and_what_it_leaves_out(preset):
     said = PRESETS[preset].__doc__ or ""
     assert preset == "predicted-peak" or "Left out:" in said
-    made = PRESETS[preset](EngineConfig(num_gpu_blocks=600, max_model_len=8192))
+    made = preset_of(preset, EngineConfig(num_gpu_blocks=600, max_model_len=8192))
     assert made.policy.name == preset
-    EngineCore(made.configure(EngineConfig(num_gpu_blocks=600, max_model_len=8192)), policy=made.policy)
+    EngineCore(made.config, policy=made.policy)
