@@ -66,3 +66,8 @@ def caches_prefixes(preset: str, typed: bool | None) -> bool:
         return typed
     setting = settings_of(preset).get("enable_prefix_caching")
     return True if setting is None else bool(setting.value)
+
+
+def may_cache_prefixes(preset: str) -> bool:
+    """Whether an engine has a prefix cache at all, on or off."""
+    return refusal(preset, "enable_prefix_caching", True) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim.core.policies import PRESETS
 
-from .preset_settings import caches_prefixes, check_order, check_typed, order_of
+from .preset_settings import caches_prefixes, check_order, check_typed, may_cache_prefixes, order_of
 from .scenario_errors import Label, ScenarioError, nearest
 from .scenario_tables import EngineTable, PolicyTable, RunTable, WorkloadTable
 
@@ -46,9 +46,10 @@ def check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, la
     typed = engine.enable_prefix_caching if "enable_prefix_caching" in engine.model_fields_set else None
     if blocks and engine.vllm_args is None and not caches_prefixes(policy.policy, typed):
         where = label("engine", "enable_prefix_caching") if typed is not None else f"the preset {policy.policy}"
+        remedy = "enable it" if may_cache_prefixes(policy.policy) else "use another preset"
         raise ScenarioError(
             f"{tier} is {blocks}, but prefix caching is off ({where}): nothing saved there would ever "
-            "be looked for; enable it, or leave the CPU prefix tier out"
+            f"be looked for; {remedy}, or leave the CPU prefix tier out"
         )
     if "cpu_prefix_mode" in given and not blocks:
         raise ScenarioError(

@@ -87,7 +87,12 @@ class Fit:
         account, total = self.account, self.gpu.total_bytes
         spoken_for = f"{account.used_bytes / GIB:.2f} GiB for everything else"
         has = f"the {self.gpu.total_gib:.2f} GiB of {self.gpu.name}"
+        ordered = self.settings.kv_cache_memory_bytes
         if override is not None:
+            if ordered is not None:
+                warnings.append(
+                    f"kv_cache_memory_bytes {ordered} is not used: num_gpu_blocks_override {override} sets the pool, as in vLLM"
+                )
             # Ordering more than there is is a fair question to a simulator (what would an unlimited cache hit?), so it is
             # answered, and said.
             if account.used_bytes + override * account.layout.block_bytes > total:
@@ -102,7 +107,6 @@ class Fit:
                     "budget: expect out-of-memory errors on a real GPU"
                 )
             return override
-        ordered = self.settings.kv_cache_memory_bytes
         if ordered is not None:
             order = f"kv_cache_memory_bytes {ordered} ({ordered / GIB:.2f} GiB)"
             if account.used_bytes + ordered > total:

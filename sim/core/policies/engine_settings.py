@@ -117,7 +117,10 @@ def refusal(preset: str, name: str, value: Value) -> str | None:
     if setting is None or setting.value == value:
         return None
     others = [other for other in ("vllm-v1", *_SETTINGS) if _takes(other, name, value)]
-    listed = f"{', '.join(others[:-1])} or {others[-1]}" if len(others) > 1 else "".join(others)
+    if len(others) == len(_SETTINGS):
+        listed = "any other preset"
+    else:
+        listed = f"{', '.join(others[:-1])} or {others[-1]}" if len(others) > 1 else "".join(others)
     return (
         f", but the preset {preset} has it at {_shown(setting.value)}: {setting.because}; leave it out, or use {listed}"
     )
