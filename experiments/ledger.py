@@ -34,6 +34,7 @@ def ledger(
     from sim.memory.target import parse_target, suggestions
     from sim.resolve import ledger_settings, resolve
     from sim.results.files import write_json
+    from sim.results.report_settings import settings_text
 
     target = parse_target(fit) if fit is not None else None
     found: list[Suggestion] = []
@@ -58,7 +59,8 @@ def ledger(
     if json:
         print_json(document)
     else:
-        say(as_text(account, resolved.warnings, explain=explain))
+        said = settings_text({"settings": resolved.settings()})
+        say(as_text(account, resolved.warnings, explain=explain, settings=said))
         if target is not None:
             say(fit_text(account, target, found))
         for path in (out and out / "ledger.json", html):

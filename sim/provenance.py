@@ -16,7 +16,9 @@ from .scenario_tables import KEYS_WITHOUT_FLAG, TABLES
 
 
 def provenance(resolved: Resolved, *, profile: str, replication: int) -> dict[str, Any]:
-    """Version, model, GPU, cost model, date and the scenario's hash; `command` where flags alone can repeat the run."""
+    """Version, model, GPU, cost model, date, the scenario's hash and the settings that are no defaults; `command` where flags alone can
+    repeat the run.
+    """
     scenario = json.dumps(resolved.as_dict(), sort_keys=True, allow_nan=False)
     facts: dict[str, Any] = {
         "kvtwin_version": __version__,
@@ -26,6 +28,7 @@ def provenance(resolved: Resolved, *, profile: str, replication: int) -> dict[st
         "scenario_sha256": hashlib.sha256(scenario.encode()).hexdigest(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
+        "settings": resolved.settings(),
     }
     if replication:
         return {**facts, "replication": replication}

@@ -53,7 +53,6 @@ _LEDGER_KEYS = (
 
 TYPED, PASTED, PRESET = "given", "pasted", "preset"
 """Where a setting came from: a key or flag, pasted vLLM flags, or the preset of the policy."""
-_DECIDES = {*TABLES["engine"].model_fields, *TABLES["policy"].model_fields} - {"vllm_args", "policy"}
 
 HOW_NOT_WHAT = ("stepping", "check")
 """Keys of `[run]` that change how a run is computed and nothing of what comes of it."""
@@ -73,17 +72,23 @@ class Resolved:
     warnings: tuple[str, ...]
     """Sentences for the user: what was pasted and had no effect, what to know about the memory account."""
     origins: Mapping[str, str]
-    """Where settings of the engine and its policy came from, by key: TYPED, PASTED or PRESET. The others are defaults."""
+    """Where settings of the engine and its policy came from, by key: TYPED, PASTED, or PRESET where it differs from vLLM V1's. The others
+    are defaults.
+    """
 
     def __getitem__(self, table: str) -> dict[str, Any]:
         return self.tables[table]
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What is no default, by key: its value, and `from` where it came."""
+        return {key: {"value": self[TABLE_OF_KEY[key]][key], "from": place} for key, place in self.origins.items()}
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """The tables in JSON's own types; an infinite rate is the text "inf", as vLLM writes it."""
         slo = self.slo.as_dict() if self.slo else {}
         plain = {name: {key: _json(value) for key, value in keys.items()} for name, keys in self.tables.items()}
         policy = plain["policy"]
-        if order_of(policy["queue"]) not in (None, policy["scheduling_policy"]):
+        if order_of(self["policy"]["queue"]) not in (None, policy["scheduling_policy"]):
             del policy["scheduling_policy"]  # the queue has an order of its own
         return {**plain, "slo": dict(slo)}
 
@@ -174,9 +179,25 @@ def _draft(scenario: Scenario) -> _Draft:
         "watermark": tables["policy"]["watermark"],
     }
     settings["measured"] = _measured_memory(tables, model, device, warnings, engine_given="engine_version" in given)
-    origins = dict.fromkeys(typed & _DECIDES, TYPED)
-    origins |= dict.fromkeys((pasted & _DECIDES) - typed, PASTED) | dict.fromkeys(decided, PRESET)
-    return _Draft(tables=tables, ledger_settings=settings, warnings=warnings, origins=origins)
+    return _Draft(
+        tables=tables, ledger_settings=settings, warnings=warnings, origins=_origins(tables, typed, pasted, decided)
+    )
+
+
+def _origins(
+    tables: Mapping[str, dict[str, Any]], typed: Collection[str], pasted: Collection[str], decided: Collection[str]
+) -> dict[str, str]:
+    """Where settings came from, in the order of the tables."""
+    found = {}
+    for table in ("engine", "policy"):
+        for key, field in TABLES[table].model_fields.items():
+            if key in ("vllm_args", "policy"):
+                continue
+            if key in typed or key in pasted:
+                found[key] = TYPED if key in typed else PASTED
+            elif key in decided and tables[table][key] != field.default:
+                found[key] = PRESET
+    return found
 
 
 def _typed(scenario: Scenario, table: str) -> set[str]:
@@ -271,7 +292,7 @@ def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], l
     settings = {key_of(name): value for name, value in parsed.settings.items()}
     policy = tables["policy"]
     check_typed(policy["policy"], settings.items(), _in_pasted_flags)
-    check_order(order_of(policy["queue"]), settings.get("scheduling_policy"), _in_pasted_flags)
+    check_order(order_of(policy["queue"]), _asked_order(settings), _in_pasted_flags)
     for key, value in settings.items():
         table = TABLE_OF_KEY.get(key)
         if table is None:
@@ -285,6 +306,11 @@ def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], l
         tables[table][key] = value
     note = "pasted vLLM flags that have no effect here: " + ", ".join(ignored)
     return tables, [note] if ignored else [], set(settings)
+
+
+def _asked_order(settings: Mapping[str, object]) -> str | None:
+    asked = settings.get("scheduling_policy")
+    return None if asked is None else str(asked)
 
 
 def _in_pasted_flags(_table: str, key: str) -> str:
