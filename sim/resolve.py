@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .preset_settings import check_order, check_typed, fill_in, key_of, order_of
+from .budgets import fill_budgets, why_whole
+from .pasted_flags import with_pasted_flags
+from .preset_settings import fill_in, order_of
 from .scenario_errors import ScenarioError, nearest
 from .scenario_tables import TABLE_OF_KEY, TABLES
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
     from sim.memory import Ledger
     from sim.memory.measured import MeasuredMemory
-    from sim.memory.releases import EngineRelease
 
     from .scenario import Scenario
     from .slo import Slo
@@ -145,7 +146,7 @@ def _draft(scenario: Scenario) -> _Draft:
     from sim.memory.defaults import step_defaults
     from sim.memory.releases import engine_release
 
-    tables, warnings, pasted = _with_pasted_flags(scenario)
+    tables, warnings, pasted = with_pasted_flags(scenario)
     host = _prepare_device(tables, warnings)
     for table, flag in (("model", "--model llama-3.1-8b"), ("gpu", "--gpu h100-sxm-80gb")):
         if tables[table][table] is None:
@@ -159,13 +160,13 @@ def _draft(scenario: Scenario) -> _Draft:
         engine["enable_chunked_prefill"] = longest > release.whole_prompts_up_to
     decided = fill_in(tables, longest, given)
     limits = step_defaults(device, release, longest, chunked_prefill=engine["enable_chunked_prefill"])
-    _fill_budgets(
+    fill_budgets(
         engine,
         longest,
         limits.max_num_batched_tokens,
         limits.max_num_seqs,
         device.name,
-        _why_whole(tables, given, release),
+        why_whole(tables, given, release),
     )
     _fill_workload(tables["workload"])
     settings = {key: engine[key] for key in _LEDGER_KEYS}
@@ -273,78 +274,6 @@ def _bound_cpu_cache(engine: dict[str, Any], warnings: list[str]) -> None:
         engine["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         warnings.append(
             f"the KV cache on the CPU has {CPU_KV_CACHE_BYTES >> 20} MiB; --num-gpu-blocks-override says otherwise"
-        )
-
-
-def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], list[str], set[str]]:
-    """All keys with their values; what to say of pasted flags; and the keys that those gave.
-
-    Pasted `vllm serve` flags fill in what no key gave, and may not contradict one.
-    """
-    tables = {name: getattr(scenario, name).model_dump() for name in TABLES}
-    pasted = scenario.engine.vllm_args
-    if pasted is None:
-        return tables, [], set()
-    from sim.catalog.vllm_args import parse_vllm_args
-
-    parsed = parse_vllm_args(pasted)
-    ignored = list(parsed.ignored)
-    settings = {key_of(name): value for name, value in parsed.settings.items()}
-    policy = tables["policy"]
-    check_typed(policy["policy"], settings.items(), _in_pasted_flags)
-    check_order(order_of(policy["queue"]), _asked_order(settings), _in_pasted_flags)
-    for key, value in settings.items():
-        table = TABLE_OF_KEY.get(key)
-        if table is None:
-            ignored.append(f"--{key.replace('_', '-')}")
-            continue
-        given = getattr(scenario, table)
-        if key in given.model_fields_set and getattr(given, key) not in (None, value):
-            raise ScenarioError(
-                f"[{table}] {key} is {getattr(given, key)!r}, but vllm_args says {value!r}; give it once, or the same value twice"
-            )
-        tables[table][key] = value
-    note = "pasted vLLM flags that have no effect here: " + ", ".join(ignored)
-    return tables, [note] if ignored else [], set(settings)
-
-
-def _asked_order(settings: Mapping[str, object]) -> str | None:
-    asked = settings.get("scheduling_policy")
-    return None if asked is None else str(asked)
-
-
-def _in_pasted_flags(_table: str, key: str) -> str:
-    return f"--{key.replace('_', '-')} of the pasted vLLM flags"
-
-
-def _why_whole(tables: Mapping[str, dict[str, Any]], given: Collection[str], release: EngineRelease) -> str:
-    """Who said that prompts are computed whole, where nobody typed it; as a clause in brackets."""
-    if "enable_chunked_prefill" in given:
-        return ""
-    who = "engine_version" if release.whole_prompts_up_to else f"the preset {tables['policy']['policy']}"
-    return f" ({who} computes prompts whole at this length unless told otherwise)"
-
-
-def _fill_budgets(
-    engine: dict[str, Any], longest: int, default_tokens: int, default_seqs: int, gpu_name: str, why_whole: str
-) -> None:
-    """The step's token and sequence budgets, and their contradictions. Source: vLLM 0.29, `SchedulerConfig` and `EngineArgs`."""
-    tokens, seqs = engine["max_num_batched_tokens"], engine["max_num_seqs"]
-    whole_prompts = not engine["enable_chunked_prefill"]
-    if tokens is None:
-        engine["max_num_batched_tokens"] = max(default_tokens, longest) if whole_prompts else default_tokens
-    elif whole_prompts and tokens < longest:
-        raise ScenarioError(
-            f"without chunked prefill{why_whole} a whole prompt must fit in one step, but max_num_batched_tokens ({tokens}) is below "
-            f"max_model_len ({longest}); raise the first, lower the second, or enable chunked prefill"
-        )
-    if seqs is None:
-        engine["max_num_seqs"] = min(default_seqs, engine["max_num_batched_tokens"])
-    elif engine["max_num_batched_tokens"] < seqs:
-        origin = f"the default on {gpu_name}" if tokens is None else "given"
-        raise ScenarioError(
-            f"max_num_batched_tokens ({engine['max_num_batched_tokens']}, {origin}) is below max_num_seqs ({seqs}): every running "
-            "sequence needs one token of the budget; raise the first or lower the second"
         )
 
 
