@@ -59,7 +59,7 @@ def vllm_v0(config: EngineConfig) -> Preset:
 def sglang(config: EngineConfig) -> Preset:
     """SGLang v0.5.17: prompts first, in chunks; a falling share of the output caps is reserved; who generated least is retracted,
     to the back of the queue. Left out: longest-prefix-first order, the radix tree's leaf-first eviction and reuse below a block,
-    clamping of caps to the context, priorities, the host cache, the exact simulation for `ignore_eos`.
+    clamping of caps to the context, priorities, the host cache, the exact simulation for `ignore_eos`, chunks that end at whole pages.
     """
     return Preset(
         config=config,
@@ -131,14 +131,13 @@ def orca(config: EngineConfig) -> Preset:
 
 
 def nano_vllm(config: EngineConfig) -> Preset:
-    """nano-vllm (2026-04): prompts first, blocks for the whole prompt, no watermark; the last running is recomputed from the front of
-    the queue. Left out: its block size of 256 (set `block_size`), that `max_num_seqs` bounds a batch and not the running requests,
-    that only the first prompt of a batch may be chunked, and its crash when a lone request outgrows the pool (#274): here that
-    request fails.
+    """nano-vllm (2026-04): prompts first, of which only the first of a step may be cut, blocks for the whole prompt, no watermark; the
+    last running is recomputed from the front of the queue. Left out: its block size of 256 (set `block_size`), that `max_num_seqs` bounds
+    a batch and not the running requests, and its crash when a lone request outgrows the pool (#274): here that request fails.
     """
     return Preset(
         config=config,
-        policy=Policy(name="nano-vllm", batching=Batching.PREFILL_FIRST),
+        policy=Policy(name="nano-vllm", batching=Batching.PREFILL_FIRST, cuts_first_only=True),
     )
 
 
