@@ -6,6 +6,7 @@ The values are read where they act (`EngineConfig`, `Policy`, the memory account
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -373,3 +374,24 @@ def test_what_a_run_says_of_its_settings_can_be_typed_again(preset):
     again = resolve(sim.Scenario(**first.what_was_run()))
     assert again.what_was_run() == first.what_was_run()
     assert policy_of(again)[0] == policy_of(first)[0]
+
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_table_in_the_docs_is_what_a_preset_has(preset):
+    """Bold is what nobody can change."""
+    section = DOCUMENT.split("### What you set is what runs")[1]
+    head, row = (
+        next(line for line in section.splitlines() if line.startswith(start)) for start in ("| preset", f"| `{preset}`")
+    )
+    (_, *keys), (_, *cells) = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in (head, row))
+    short, long = (resolve(sim.Scenario(**typed(preset, {"max_model_len": tokens}))) for tokens in (32_768, 32_769))
+    for key, cell in zip(keys, cells, strict=True):
+        had, later = (found[TABLE_OF_KEY[key]][key] for found in (short, long))
+        words = ("on" if had else "off") if isinstance(had, bool) else f"{had:g}" if isinstance(had, float) else had
+        words += " up to 32,768 tokens" if later != had else ""
+        setting = settings_of(preset).get(key)
+        fixed = setting is not None and setting.because is not None
+        assert cell == (f"**{words}**" if fixed else words)
