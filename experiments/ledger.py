@@ -32,7 +32,7 @@ def ledger(
     """
     from sim.core.config import ConfigError
     from sim.memory.target import parse_target, suggestions
-    from sim.resolve import ledger_settings, resolve
+    from sim.resolve import least_budget, ledger_settings, resolve
     from sim.results.files import write_json
     from sim.results.report_settings import settings_text
 
@@ -41,7 +41,7 @@ def ledger(
     if target is not None:
         settings = ledger_settings(scenario)
         _check_length(settings["model"], target)
-        found = suggestions(settings, target)[1]
+        found = suggestions(settings, target, least_tokens=least_budget(scenario))[1]
     try:
         resolved = resolve(scenario)
     except ConfigError as problem:

@@ -130,6 +130,18 @@ def ledger_settings(scenario: Scenario) -> dict[str, Any]:
     return dict(_draft(scenario).ledger_settings)
 
 
+def least_budget(scenario: Scenario) -> int:
+    """Fewest tokens that a step of `scenario` may be limited to: a whole prompt, where prompts are not computed in chunks.
+
+    Raises as `ledger_settings`.
+    """
+    draft = _draft(scenario)
+    engine = draft.tables["engine"]
+    if engine["enable_chunked_prefill"]:
+        return 1
+    return int(engine["max_model_len"] or draft.ledger_settings["model"].max_position_embeddings)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
     """A scenario resolved up to the memory account."""
