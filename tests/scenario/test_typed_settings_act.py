@@ -123,3 +123,34 @@ def test_who_goes_first_is_what_was_typed(preset, value):
         dict.fromkeys(name for step in steps(load, preset, scheduling_policy=value, max_num_seqs=1) for name in step)
     )
     assert order == ["running", *(["important", "early"] if value == "priority" else ["early", "important"])]
+
+
+@pytest.mark.parametrize(
+    ("preset", "typed"),
+    [
+        ("vllm-v0", {"enable_prefix_caching": True, "num_cpu_prefix_blocks": 300}),
+        ("vllm-v0", {"enable_chunked_prefill": True, "num_cpu_blocks": 200}),
+        ("sglang", {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}),
+        ("trtllm-max-util", {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}),
+        ("nano-vllm", {"max_num_batched_tokens": 300}),
+    ],
+)
+def test_settings_that_differ_from_the_preset_s_own_leap_as_they_step(preset, typed):
+    """Under pressure, every invariant checked; and everybody is served."""
+    load = {
+        "workload": "uniform",
+        "num_requests": 80,
+        "rate": 60.0,
+        "input_tokens": [50, 700],
+        "output_tokens": [5, 90],
+    }
+    runs = []
+    for stepping in (False, True):
+        log = []
+        one = scenario(preset, num_gpu_blocks_override=160, max_num_seqs=16, **typed).with_(
+            workload=load, stepping=stepping
+        )
+        result = sim.simulate(one, check=True, decision_log=log.append)
+        runs.append((log, [result.summary[key] for key in ("finished", "num_preemptions", "ttft_s", "e2el_s")]))
+    assert runs[0] == runs[1]
+    assert runs[0][1][0] == 80
