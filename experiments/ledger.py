@@ -33,8 +33,9 @@ def ledger(
     """
     from sim.core.config import ConfigError
     from sim.memory.target import parse_target, suggestions
-    from sim.resolve import ledger_settings, resolve
+    from sim.resolve import least_budget, ledger_settings, resolve
     from sim.results.files import write_json, write_text
+    from sim.results.report_settings import settings_text
 
     make_room(out, html)
     target = parse_target(fit) if fit is not None else None
@@ -42,7 +43,7 @@ def ledger(
     if target is not None:
         settings = ledger_settings(scenario)
         _check_length(settings["model"], target)
-        found = suggestions(settings, target)[1]
+        found = suggestions(settings, target, least_tokens=least_budget(scenario))[1]
     try:
         resolved = resolve(scenario)
     except ConfigError as problem:
@@ -65,7 +66,8 @@ def ledger(
     if json:
         print_json(document)
     else:
-        say(as_text(account, warnings, explain=explain))
+        said = settings_text({"settings": resolved.settings()})
+        say(as_text(account, warnings, explain=explain, settings=said))
         if target is not None:
             say(fit_text(account, target, found))
         for path in (out and out / "ledger.json", html):

@@ -18,8 +18,10 @@ _BAR = 40
 """Width of the waterfall, in characters, for the whole GPU."""
 
 
-def as_text(account: Ledger, warnings: Sequence[str], *, explain: bool) -> str:
-    """The account as a table; with `explain`, each line is followed by its formula, its numbers and its parts."""
+def as_text(account: Ledger, warnings: Sequence[str], *, explain: bool, settings: str = "") -> str:
+    """The account as a table; with `explain`, each line is followed by its formula, its numbers and its parts, and `settings` say where
+    those came from that are no defaults.
+    """
     ranks = account.tensor_parallel_size * account.pipeline_parallel_size
     stage = (
         f", stage {account.pipeline_rank} of {account.pipeline_parallel_size}"
@@ -41,6 +43,8 @@ def as_text(account: Ledger, warnings: Sequence[str], *, explain: bool) -> str:
     if account.layout.is_hybrid:
         groups = ", ".join(_groups(account))
         text.append(f"  groups              {groups}")
+    if explain and settings:
+        text.append(f"  settings            {settings}")
     if explain:
         text += ["", "  phases of a step (allocated GiB; * is run by the start-up profile)", *_phases(account)]
     return "\n".join([*text, *(f"  note: {warning}" for warning in warnings)])

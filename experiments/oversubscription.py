@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.core.config import EngineConfig
-from sim.core.policies import PRESETS
+from sim.core.policies import preset_of
 from sim.core.request import RequestSpec
 from sim.costs.constant import FixedCost
 from sim.results.files import write_json
@@ -71,8 +71,8 @@ def summary_of(preset: str, requests_that_fit: float) -> dict[str, Any]:
         max_num_batched_tokens=2048,
         enable_prefix_caching=False,
     )
-    made = PRESETS[preset](config)
-    record = run_world(made.configure(config), COST, requests, policy=made.policy, max_concurrency=32)
+    made = preset_of(preset, config)
+    record = run_world(made.config, COST, requests, policy=made.policy, max_concurrency=32)
     return dict(summarize(record, scenario={}, seed=0, version=""))
 
 

@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sim.preset_settings import settings_of
 from sim.scenario_tables import TABLES
 
 
 def scenario_text(tables: Mapping[str, Mapping[str, Any]], comments: Sequence[str] = ()) -> str:
-    """`tables` as TOML, with `comments` above; keys without a value or with their default are left out.
+    """`tables` as TOML, with `comments` above; keys without a value or with their default are left out, but for what a preset may have
+    otherwise by itself.
 
     >>> print(scenario_text({"model": {"model": "llama-3.1-8b"}, "run": {"seed": 0}}, ["Two lines."]), end="")
     # Two lines.
@@ -19,15 +21,21 @@ def scenario_text(tables: Mapping[str, Mapping[str, Any]], comments: Sequence[st
     model = "llama-3.1-8b"
     """
     parts = ["\n".join(f"# {comment}" for comment in comments)] if comments else []
+    decided = settings_of(str(tables.get("policy", {}).get("policy", "vllm-v1")))
     for name, keys in tables.items():
-        lines = [f"{key} = {_value(value)}" for key, value in keys.items() if not _is_default(name, key, value)]
+        said = {key: value for key, value in keys.items() if value is not None}
+        lines = [
+            f"{key} = {_value(value)}"
+            for key, value in said.items()
+            if key in decided or not _is_default(name, key, value)
+        ]
         if lines:
             parts.append("\n".join([f"[{name}]", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
 def _is_default(table: str, key: str, value: Any) -> bool:
-    return value is None or (table in TABLES and value == TABLES[table].model_fields[key].default)
+    return table in TABLES and bool(value == TABLES[table].model_fields[key].default)
 
 
 def _value(value: Any) -> str:

@@ -59,7 +59,8 @@ def policy_of(resolved: Resolved) -> tuple[EngineConfig, Policy]:
             f"[workload] loras names {len(loras)} adapters, but [engine] max_loras is 0: the engine holds none; set it to the number that "
             "it holds at once"
         )
-    return choose_policy(resolved["policy"], engine_config(resolved), limit_s, engine["max_loras"] if loras else None)
+    config = engine_config(resolved)
+    return config, choose_policy(resolved["policy"], config, limit_s, engine["max_loras"] if loras else None)
 
 
 def engine_config(resolved: Resolved) -> EngineConfig:

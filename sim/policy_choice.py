@@ -1,4 +1,4 @@
-"""From the table `[policy]` to the policy object and the engine settings that go with it."""
+"""From the table `[policy]` to the policy object."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from sim.core.admission import Admission, Every, default_admission
+from sim.core.admission import Admission, Every
 from sim.core.batching import Batching, BatchLimits, check_batching
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.cpu_server import CpuExecutor
 from sim.core.policies import PRESETS, MaxInFlight, MaxQueuedTokens
-from sim.core.policies.presets import Preset
 from sim.core.policy import Policy
 from sim.core.retention import Retention
 from sim.core.rungs import LadderConfig, Rung, check_ladder, standard_ladder
-from sim.core.waiting import priority_queue
 
 from .policy_parts import with_parts
 
 
 def choose_policy(
     table: Mapping[str, Any], config: EngineConfig, ttft_limit_s: float | None = None, lora_slots: int | None = None
-) -> tuple[EngineConfig, Policy]:
-    """The engine settings and the policy that `[policy]` asks for; the preset `ladder` is tuned to the TTFT objective, if any, and no more
-    than `lora_slots` adapters run at once, if the load asks for adapters.
+) -> Policy:
+    """The policy that `[policy]` asks for, of an engine whose settings are as its preset has them; the preset `ladder` is tuned to the TTFT
+    objective, if any, and no more than `lora_slots` adapters run at once, if the load asks for adapters.
 
     Raises ScenarioError for a plug-in that cannot be loaded, ConfigError for a combination no engine could run with.
     """
     preset = PRESETS[table["policy"]](config)
-    _check_heard(preset, table)
-    _check_gate(preset, table)
-    config, policy = preset.configure(config), preset.policy
+    policy = preset.policy
     if table["eviction"] != "lru":
         ranges = tuple(_range(index, each) for index, each in enumerate(table["retention"] or ()))
         policy = replace(policy, eviction=table["eviction"], retention=ranges)
@@ -58,31 +54,7 @@ def choose_policy(
             cpu=policy.cpu_executor is not None,
         )
     policy = _with_front_door(policy, table)
-    return config, with_parts(policy, preset, table, config, lora_slots)
-
-
-def _check_heard(preset: Preset, table: Mapping[str, Any]) -> None:
-    """Refuse settings that the preset's own rules would silently replace. Raises ConfigError."""
-    policy = preset.policy
-    if table["scheduling_policy"] == "priority" and policy.queue is not priority_queue:
-        raise ConfigError(
-            f"scheduling_policy is 'priority', but the preset {policy.name} has an order of its own; use vllm-v1, predicted-peak or "
-            "ladder, or leave it out"
-        )
-    if table["watermark"] and (policy.admission is not default_admission or "watermark" in preset.overrides):
-        raise ConfigError(
-            f"watermark is {table['watermark']:g}, but the preset {policy.name} has a rule of its own for what admission leaves free; use "
-            "vllm-v1 or ladder, or leave it out"
-        )
-
-
-def _check_gate(preset: Preset, table: Mapping[str, Any]) -> None:
-    """Refuse to take off a gate that the preset's rules put on. Raises ConfigError."""
-    if not table["scheduler_reserve_full_isl"] and preset.overrides.get("reserve_full_prompt"):
-        raise ConfigError(
-            f"scheduler_reserve_full_isl is off, but the preset {preset.policy.name} admits a request only if its whole prompt fits; use "
-            "vllm-v1 or ladder, or leave it on"
-        )
+    return with_parts(policy, preset, table, config, lora_slots)
 
 
 def _with_front_door(policy: Policy, table: Mapping[str, Any]) -> Policy:

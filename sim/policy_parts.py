@@ -10,7 +10,7 @@ from typing import Any
 from sim.core.admission import Admission, Every
 from sim.core.config import ConfigError, EngineConfig
 from sim.core.policies.names import ADMISSIONS, QUEUES
-from sim.core.policies.presets import Preset
+from sim.core.policies.presets import PRESETS, Preset
 from sim.core.policy import Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import RequestSpec
@@ -57,7 +57,11 @@ def idle_parts(
     of_the_cache = [action for action in rungs if action in _CACHE_RUNGS]
     by_lora_slots = any(name == "lora-slots" for name, _ in _entries(table["admission"]))
     no_cache = not config.enable_prefix_caching
+    never_saved = config.num_cpu_blocks > 0 and not PRESETS[table["policy"]](config).preempts and policy.ladder is None
     sentences = {
+        f"num_cpu_blocks is {config.num_cpu_blocks}, but with the preset {table['policy']} nobody gives way, so nothing is saved there": (
+            never_saved
+        ),
         "admission lora-slots sets nobody aside: no request asks for an adapter; say which do ([workload] loras), or leave it out": (
             by_lora_slots and not any(spec.namespace.lora for spec in requests)
         ),
@@ -135,8 +139,6 @@ def _with_queue(policy: Policy, table: Mapping[str, Any]) -> Policy:
         return policy
     where = "[policy] queue"
     name, arguments = split(where, "order", given)
-    if table["scheduling_policy"] == "priority" and name != "priority":
-        raise ConfigError(f"scheduling_policy is 'priority', but the queue's order is {name!r}; leave one of them out")
     make = factory(where, name, QUEUES)
     if ":" not in name:
         return replace(policy, queue=bound(where, name, make, arguments)(None))  # type: ignore[arg-type]  # none asks for settings

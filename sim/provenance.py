@@ -10,12 +10,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ._version import __version__
+from .preset_settings import settings_of
 from .resolve import Resolved
 from .scenario_tables import KEYS_WITHOUT_FLAG, TABLES
 
 
 def provenance(resolved: Resolved, *, profile: str, replication: int) -> dict[str, Any]:
-    """Version, model, GPU, cost model, date and the scenario's hash; `command` where flags alone can repeat the run."""
+    """Version, model, GPU, cost model, date, the scenario's hash and the settings that are no defaults; `command` where flags alone can
+    repeat the run.
+    """
     scenario = json.dumps(resolved.as_dict(), sort_keys=True, allow_nan=False)
     facts: dict[str, Any] = {
         "kvtwin_version": __version__,
@@ -25,6 +28,7 @@ def provenance(resolved: Resolved, *, profile: str, replication: int) -> dict[st
         "scenario_sha256": hashlib.sha256(scenario.encode()).hexdigest(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
+        "settings": resolved.settings(),
     }
     if replication:
         return {**facts, "replication": replication}
@@ -35,13 +39,15 @@ def provenance(resolved: Resolved, *, profile: str, replication: int) -> dict[st
 def run_command(resolved: Resolved) -> str | None:
     """The `kvtwin run` command of this scenario, None when it sets something that only a scenario file can say.
 
-    What equals its default is left out; budgets and lengths that came from the GPU and the model are written out.
+    What equals its default, or the preset's own, is left out; budgets and lengths that came from the GPU and the model are written out.
     """
     words = ["kvtwin", "run"]
+    decided = settings_of(resolved["policy"]["policy"], resolved["engine"]["max_model_len"])
     for name, table in TABLES.items():
         for key, field in table.model_fields.items():
             value = resolved[name][key]
-            if value is None or value == field.default:
+            usual = decided[key].value if key in decided else field.default
+            if value is None or value == usual:
                 continue
             if key in KEYS_WITHOUT_FLAG:
                 return None

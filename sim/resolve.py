@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .budgets import fill_budgets, why_whole
+from .pasted_flags import with_pasted_flags
+from .preset_settings import fill_in, order_of
 from .scenario_errors import ScenarioError, choices
 from .scenario_tables import TABLE_OF_KEY, TABLES
 
 if TYPE_CHECKING:
     from sim.catalog.gpus import Gpu
     from sim.catalog.shape import ModelShape
-    from sim.core.config import EngineConfig
     from sim.memory import Ledger
     from sim.memory.measured import MeasuredMemory
 
@@ -49,6 +52,9 @@ _LEDGER_KEYS = (
     "other_processes_bytes",
 )
 
+TYPED, PASTED, PRESET = "given", "pasted", "preset"
+"""Where a setting came from: a key or flag, pasted vLLM flags, or the preset of the policy."""
+
 HOW_NOT_WHAT = ("stepping", "check")
 """Keys of `[run]` that change how a run is computed and nothing of what comes of it."""
 
@@ -66,22 +72,30 @@ class Resolved:
     slo: Slo | None
     warnings: tuple[str, ...]
     """Sentences for the user: what was pasted and had no effect, what to know about the memory account."""
+    origins: Mapping[str, str]
+    """Where settings of the engine and its policy came from, by key: TYPED, PASTED, or PRESET where it differs from vLLM V1's. The others
+    are defaults.
+    """
 
     def __getitem__(self, table: str) -> dict[str, Any]:
         return self.tables[table]
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What is no default, by key: its value, and `from` where it came."""
+        return {key: {"value": self[TABLE_OF_KEY[key]][key], "from": place} for key, place in self.origins.items()}
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """The tables in JSON's own types; an infinite rate is the text "inf", as vLLM writes it."""
         slo = self.slo.as_dict() if self.slo else {}
         plain = {name: {key: _json(value) for key, value in keys.items()} for name, keys in self.tables.items()}
+        policy = plain["policy"]
+        if order_of(self["policy"]["queue"]) not in (None, policy["scheduling_policy"]):
+            del policy["scheduling_policy"]  # the queue has an order of its own
         return {**plain, "slo": dict(slo)}
 
-    def what_was_run(self, config: EngineConfig) -> dict[str, dict[str, Any]]:
-        """The same with the settings as the policy's preset left them, and without the keys that say how the run is computed:
-        leaping or stepping, a run is the same run (I13).
-        """
+    def what_was_run(self) -> dict[str, dict[str, Any]]:
+        """The same without the keys that say how the run is computed: leaping or stepping, a run is the same run (I13)."""
         tables = self.as_dict()
-        tables["engine"] |= {key: getattr(config, key) for key in tables["engine"] if hasattr(config, key)}
         return {**tables, "run": {key: value for key, value in tables["run"].items() if key not in HOW_NOT_WHAT}}
 
 
@@ -104,6 +118,7 @@ def resolve(scenario: Scenario) -> Resolved:
         ledger=ledger,
         slo=scenario.slo,
         warnings=(*draft.warnings, *ledger.warnings),
+        origins=draft.origins,
     )
 
 
@@ -115,6 +130,18 @@ def ledger_settings(scenario: Scenario) -> dict[str, Any]:
     return dict(_draft(scenario).ledger_settings)
 
 
+def least_budget(scenario: Scenario) -> int:
+    """Fewest tokens that a step of `scenario` may be limited to: a whole prompt, where prompts are not computed in chunks.
+
+    Raises as `ledger_settings`.
+    """
+    draft = _draft(scenario)
+    engine = draft.tables["engine"]
+    if engine["enable_chunked_prefill"]:
+        return 1
+    return int(engine["max_model_len"] or draft.ledger_settings["model"].max_position_embeddings)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
     """A scenario resolved up to the memory account."""
@@ -122,6 +149,7 @@ class _Draft:
     tables: dict[str, dict[str, Any]]
     ledger_settings: dict[str, Any]
     warnings: list[str]
+    origins: dict[str, str]
 
 
 def _draft(scenario: Scenario) -> _Draft:
@@ -130,19 +158,28 @@ def _draft(scenario: Scenario) -> _Draft:
     from sim.memory.defaults import step_defaults
     from sim.memory.releases import engine_release
 
-    tables, warnings, pasted = _with_pasted_flags(scenario)
+    tables, warnings, pasted = with_pasted_flags(scenario)
     host = _prepare_device(tables, warnings)
     for table, flag in (("model", "--model llama-3.1-8b"), ("gpu", "--gpu h100-sxm-80gb")):
         if tables[table][table] is None:
             raise ScenarioError(f"no {table} is given; for example {flag}, or {table} = … in [{table}]")
     model, device = model_shape(tables["model"]["model"]), host or gpu(tables["gpu"]["gpu"])
-    engine, given = tables["engine"], scenario.engine.model_fields_set | pasted
+    engine, typed = tables["engine"], {key for table in ("engine", "policy") for key in _typed(scenario, table)}
+    given = typed | pasted
     longest = engine["max_model_len"] or model.max_position_embeddings
     release = engine_release(engine["engine_version"], device.compute_capability)
     if "enable_chunked_prefill" not in given:
         engine["enable_chunked_prefill"] = longest > release.whole_prompts_up_to
+    decided = fill_in(tables, longest, given)
     limits = step_defaults(device, release, longest, chunked_prefill=engine["enable_chunked_prefill"])
-    _fill_budgets(engine, longest, limits.max_num_batched_tokens, limits.max_num_seqs, device.name)
+    fill_budgets(
+        engine,
+        longest,
+        limits.max_num_batched_tokens,
+        limits.max_num_seqs,
+        device.name,
+        why_whole(tables, given, release),
+    )
     _fill_workload(tables["workload"])
     settings = {key: engine[key] for key in _LEDGER_KEYS}
     if "gpu_memory_utilization" not in given:
@@ -155,7 +192,31 @@ def _draft(scenario: Scenario) -> _Draft:
         "watermark": tables["policy"]["watermark"],
     }
     settings["measured"] = _measured_memory(tables, model, device, warnings, engine_given="engine_version" in given)
-    return _Draft(tables=tables, ledger_settings=settings, warnings=warnings)
+    return _Draft(
+        tables=tables, ledger_settings=settings, warnings=warnings, origins=_origins(tables, typed, pasted, decided)
+    )
+
+
+def _origins(
+    tables: Mapping[str, dict[str, Any]], typed: Collection[str], pasted: Collection[str], decided: Collection[str]
+) -> dict[str, str]:
+    """Where settings came from, in the order of the tables."""
+    found = {}
+    for table in ("engine", "policy"):
+        for key, field in TABLES[table].model_fields.items():
+            if key in ("vllm_args", "policy"):
+                continue
+            if key in typed or key in pasted:
+                found[key] = TYPED if key in typed else PASTED
+            elif key in decided and tables[table][key] != field.default:
+                found[key] = PRESET
+    return found
+
+
+def _typed(scenario: Scenario, table: str) -> set[str]:
+    """Keys that have a value because somebody said so; None takes back what was said."""
+    values = getattr(scenario, table)
+    return {key for key in values.model_fields_set if getattr(values, key) is not None}
 
 
 def _measured_memory(
@@ -227,56 +288,6 @@ def _bound_cpu_cache(engine: dict[str, Any], warnings: list[str]) -> None:
         engine["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         warnings.append(
             f"the KV cache on the CPU has {CPU_KV_CACHE_BYTES >> 20} MiB; --num-gpu-blocks-override says otherwise"
-        )
-
-
-def _with_pasted_flags(scenario: Scenario) -> tuple[dict[str, dict[str, Any]], list[str], set[str]]:
-    """All keys with their values; what to say of pasted flags; and the keys that those gave.
-
-    Pasted `vllm serve` flags fill in what no key gave, and may not contradict one.
-    """
-    tables = {name: getattr(scenario, name).model_dump() for name in TABLES}
-    pasted = scenario.engine.vllm_args
-    if pasted is None:
-        return tables, [], set()
-    from sim.catalog.vllm_args import parse_vllm_args
-
-    parsed = parse_vllm_args(pasted)
-    ignored = list(parsed.ignored)
-    for name, value in parsed.settings.items():
-        key = "scheduler_reserve_full_isl" if name == "reserve_full_prompt" else name
-        table = TABLE_OF_KEY.get(key)
-        if table is None:
-            ignored.append(f"--{key.replace('_', '-')}")
-            continue
-        given = getattr(scenario, table)
-        if key in given.model_fields_set and getattr(given, key) not in (None, value):
-            raise ScenarioError(
-                f"[{table}] {key} is {getattr(given, key)!r}, but vllm_args says {value!r}; give it once, or the same value twice"
-            )
-        tables[table][key] = value
-    note = "pasted vLLM flags that have no effect here: " + ", ".join(ignored)
-    return tables, [note] if ignored else [], set(parsed.settings)
-
-
-def _fill_budgets(engine: dict[str, Any], longest: int, default_tokens: int, default_seqs: int, gpu_name: str) -> None:
-    """The step's token and sequence budgets, and their contradictions. Source: vLLM 0.29, `SchedulerConfig` and `EngineArgs`."""
-    tokens, seqs = engine["max_num_batched_tokens"], engine["max_num_seqs"]
-    whole_prompts = not engine["enable_chunked_prefill"]
-    if tokens is None:
-        engine["max_num_batched_tokens"] = max(default_tokens, longest) if whole_prompts else default_tokens
-    elif whole_prompts and tokens < longest:
-        raise ScenarioError(
-            f"without chunked prefill a whole prompt must fit in one step, but max_num_batched_tokens ({tokens}) is below "
-            f"max_model_len ({longest}); raise the first, lower the second, or enable chunked prefill"
-        )
-    if seqs is None:
-        engine["max_num_seqs"] = min(default_seqs, engine["max_num_batched_tokens"])
-    elif engine["max_num_batched_tokens"] < seqs:
-        origin = f"the default on {gpu_name}" if tokens is None else "given"
-        raise ScenarioError(
-            f"max_num_batched_tokens ({engine['max_num_batched_tokens']}, {origin}) is below max_num_seqs ({seqs}): every running "
-            "sequence needs one token of the budget; raise the first or lower the second"
         )
 
 

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .scenario_checks import Label, check_choices, check_cpu_memory, check_workload
-from .scenario_errors import ScenarioError, bad_values, shown, unknown_name
+from .scenario_checks import check_choices, check_cpu_memory, check_preset, check_workload
+from .scenario_errors import Label, ScenarioError, bad_values, shown, unknown_name
 from .scenario_tables import (
     NAME_KEYS,
     TABLE_NAMES,
@@ -231,5 +231,6 @@ def _validated(tables: _Tables, label: Label) -> dict[str, Any]:
         raise ScenarioError(f"{label('slo', '')}: {error}") from None
     check_workload(checked["workload"], label)
     check_choices(checked["policy"], checked["run"], label)
+    check_preset(checked["engine"], checked["policy"], label)
     check_cpu_memory(checked["engine"], checked["policy"], checked["run"], label)
     return checked

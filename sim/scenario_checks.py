@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from sim.core.policies import PRESETS
 
-from .scenario_errors import ScenarioError, choices
+from .preset_settings import caches_prefixes, check_order, check_typed, may_cache_prefixes, order_of
+from .scenario_errors import Label, ScenarioError, choices
 from .scenario_tables import EngineTable, PolicyTable, RunTable, WorkloadTable
 
 EXECUTORS: tuple[str, ...] = ("model", "torch")
 """What can carry out a step: a cost model, or a real forward pass on a device."""
 POLICIES: tuple[str, ...] = tuple(PRESETS)
 """Presets of the engine's decisions."""
-
-Label = Callable[[str, str], str]
-"""(table, key) -> the place as the user wrote it; an empty key means the table itself, an empty table the top level."""
 
 
 def check_workload(workload: WorkloadTable, label: Label) -> None:
@@ -47,10 +43,13 @@ def check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, la
     """
     given = {key for key, field in PolicyTable.model_fields.items() if getattr(policy, key) != field.default}
     blocks, tier = policy.num_cpu_prefix_blocks, label("policy", "num_cpu_prefix_blocks")
-    if blocks and not engine.enable_prefix_caching:
+    typed = engine.enable_prefix_caching if "enable_prefix_caching" in engine.model_fields_set else None
+    if blocks and engine.vllm_args is None and not caches_prefixes(policy.policy, typed):
+        where = label("engine", "enable_prefix_caching") if typed is not None else f"the preset {policy.policy}"
+        remedy = "enable it" if may_cache_prefixes(policy.policy) else "use another preset"
         raise ScenarioError(
-            f"{tier} is {blocks}, but prefix caching is off ({label('engine', 'enable_prefix_caching')}): nothing saved there would ever "
-            "be looked for; enable it, or leave the CPU prefix tier out"
+            f"{tier} is {blocks}, but prefix caching is off ({where}): nothing saved there would ever "
+            f"be looked for; {remedy}, or leave the CPU prefix tier out"
         )
     if "cpu_prefix_mode" in given and not blocks:
         raise ScenarioError(
@@ -78,6 +77,14 @@ def check_cpu_memory(engine: EngineTable, policy: PolicyTable, run: RunTable, la
             f"{label('policy', 'ladder')} has a rung with the signal 'workspace', which only a device with a memory limit knows; "
             "use another signal, or leave memory_limit = false out"
         )
+
+
+def check_preset(engine: EngineTable, policy: PolicyTable, label: Label) -> None:
+    """What was typed and the preset's engine cannot have, and a queue with two orders."""
+    for table in (engine, policy):
+        check_typed(policy.policy, table.model_dump(exclude_unset=True).items(), label)
+    asked = policy.scheduling_policy if "scheduling_policy" in policy.model_fields_set else None
+    check_order(order_of(policy.queue), asked, label)
 
 
 def check_choices(policy: PolicyTable, run: RunTable, label: Label) -> None:

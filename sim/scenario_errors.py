@@ -28,6 +28,9 @@ _MOST_SHOWN = 120
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _COMMAND_LINE_ONLY = ("out", "html", "json", "decision_log")
 
+Label = Callable[[str, str], str]
+"""(table, key) -> the place as the user wrote it; an empty key means the table itself, an empty table the top level."""
+
 
 class ScenarioError(ValueError):
     """A scenario that cannot be read or run. The message names the file or flag, the table, the key and the remedy."""

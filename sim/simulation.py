@@ -138,7 +138,7 @@ def simulate(
     unsteady = steady_state_warnings(timeline, until_s=max(requests["arrival_s"]))
     summary = summarize(
         record,
-        scenario=resolved.what_was_run(config),
+        scenario=resolved.what_was_run(),
         seed=run["seed"],
         version=__version__,
         limits_s=resolved.slo.limits_s if resolved.slo else None,

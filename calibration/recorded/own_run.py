@@ -21,7 +21,7 @@ from calibration.tables import checked, read_csv
 from calibration.text_files import check_keys, read_object, read_text
 from sim.assembly import build_workload, engine_config
 from sim.core.request import RequestSpec
-from sim.policy_choice import choose_policy
+from sim.preset_settings import settings_of
 from sim.resolve import resolve
 from sim.scenario import Scenario
 from sim.scenario_errors import ScenarioError
@@ -139,13 +139,16 @@ def _gaps(path: Path, specs: Sequence[RequestSpec]) -> tuple[Array, ...] | None:
 
 
 def _scenario(tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Scenario:
-    """What was run, as a simulation: the same but for what carries out the steps. What equals its default counts as not given."""
+    """What was run, as a simulation: the same but for what carries out the steps. What equals its default counts as not given, but for
+    what a preset may have otherwise by itself.
+    """
     given: dict[str, dict[str, Any]] = {name: {} for name in tables}
+    decided = settings_of(str(tables.get("policy", {}).get("policy", "vllm-v1")))
     for name, keys in tables.items():
         fields = TABLES[name].model_fields if name in TABLES else {}
         for key, value in keys.items():
             meant = math.inf if value == "inf" else value
-            if meant is not None and not (key in fields and meant == fields[key].default):
+            if meant is not None and not (key in fields and meant == fields[key].default and key not in decided):
                 given[name][key] = meant
     given["run"] = {key: value for key, value in given["run"].items() if key not in ("executor", "device")}
     try:
@@ -160,8 +163,7 @@ def _requests(scenario: Scenario, folder: Path) -> tuple[RequestSpec, ...]:
     if trace is not None and not Path(trace).is_file():
         raise CalibrationError(f"{folder}: its requests came from {trace}, which is not there; the twin needs it")
     resolved = resolve(scenario)
-    config, _ = choose_policy(resolved["policy"], engine_config(resolved))
-    return tuple(sequences(resolved.tables, config, build_workload(resolved).requests))
+    return tuple(sequences(resolved.tables, engine_config(resolved), build_workload(resolved).requests))
 
 
 def _check_same(specs: Sequence[RequestSpec], table: Any, folder: Path) -> None:

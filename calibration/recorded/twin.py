@@ -83,7 +83,8 @@ def simulate_requests(
     resolved = resolve(scenario)
     prices = cost or cost_model(resolved)
     ttft_limit_s = resolved.slo.limits_s.get("ttft") if resolved.slo else None
-    config, policy = choose_policy(resolved["policy"], engine_config(resolved), ttft_limit_s)
+    config = engine_config(resolved)
+    policy = choose_policy(resolved["policy"], config, ttft_limit_s)
     record = run_world(
         config,
         prices,
@@ -96,7 +97,7 @@ def simulate_requests(
     columns, timeline = request_columns(record), timeline_columns(record)
     summary = summarize(
         record,
-        scenario=resolved.what_was_run(config),
+        scenario=resolved.what_was_run(),
         seed=0,
         version="",
         warnings=[*resolved.warnings, *prices.warnings()],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.core.config import EngineConfig
 from sim.core.plan import Executor
+from sim.core.policies.engine_settings import as_in
 from sim.core.policy import Policy
 from sim.core.request import Outcome, Request
 from sim.costs import FixedCost
@@ -54,7 +55,12 @@ class Recorded:
 def preset(name: str, ladder: list[dict[str, str | float]] | None = None, **keys: Any) -> PresetOf:
     """Configures an engine as a preset does, with further `keys` of `[policy]`; made anew for each run, because some policies learn."""
     table = PolicyTable.model_validate({"policy": name, "ladder": ladder, **keys}).model_dump()
-    return lambda config: choose_policy(table, config)
+
+    def configure(config: EngineConfig) -> tuple[EngineConfig, Policy]:
+        config = as_in(name, config)
+        return config, choose_policy(table, config)
+
+    return configure
 
 
 def run_for_real(

@@ -110,7 +110,6 @@ _VALUED: dict[str, Callable[[str], Setting]] = {
     "--max-loras": _integer(1),
     "--max-lora-rank": _integer(1),
     "--speculative-config": str,
-    "--seed": _integer(0),
 }
 _SWITCHES = (
     "--enable-prefix-caching",
@@ -141,7 +140,7 @@ _IGNORED_WITH_VALUE = (
     "--rope-scaling", "--rope-theta", "--config-format", "--override-generation-config", "--max-seq-len-to-capture",
     "--max-parallel-loading-workers", "--api-server-count", "--data-parallel-backend", "--attention-backend",
     "--performance-mode", "--num-scheduler-steps", "--guided-decoding-backend", "--task", "--runner",
-    "--chat-template-content-format", "--root-path", "--block-manager",
+    "--chat-template-content-format", "--root-path", "--block-manager", "--seed",
 )
 _IGNORED_SWITCHES = (
     "-O", "--trust-remote-code", "--disable-log-requests", "--enable-log-requests", "--disable-log-stats",

@@ -34,6 +34,9 @@ class Policy:
     """What may share a step."""
     limits: BatchLimits = NO_LIMITS
     """How much of prompts and decodes one step takes."""
+    cuts_first_only: bool = False
+    """Of the prompts that start in a step only the first may be computed in part; who is behind it and does not fit whole waits
+    (nano-vllm)."""
     eviction: str = "lru"
     """In which order free blocks are taken, and the prefix cache forgets: one of `eviction.EVICTIONS`."""
     retention: tuple[Retention, ...] = ()

@@ -49,6 +49,7 @@ class Scheduler:
         self.limits = policy.limits if policy.limits != NO_LIMITS else None
         self.steps_done = 0
         """Steps committed."""
+        self.cuts_first_only = policy.cuts_first_only
         self._decodes_until = 0
         """The number of the step from which on prompts may have one again, where they take turns with decodes."""
         self.num_admissions = 0

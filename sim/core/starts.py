@@ -132,7 +132,7 @@ class Starts:
         hit_tokens = tables.tokens_in(hits)
         missing = request.num_tokens - hit_tokens
         allowed = scheduler.allowed(request, draft)
-        if not allowed or (missing > allowed and not config.enable_chunked_prefill):
+        if not allowed or (missing > allowed and not self._may_cut(draft)):
             return False
         num_tokens = min(missing, allowed)
         if scheduler.holdings.windows:
@@ -164,6 +164,11 @@ class Starts:
                 scheduler.offload.saves.used(hits)
         self._begin(request, num_tokens, hit_tokens, hit_tokens, draft)
         return True
+
+    def _may_cut(self, draft: Draft) -> bool:
+        """Whether a prompt that starts now may be computed in part."""
+        scheduler = self._scheduler
+        return scheduler.config.enable_chunked_prefill and not (scheduler.cuts_first_only and draft.shares)
 
     def _fits_with_others(self, request: Request) -> bool:
         """Whether there is room for all that gave way with a request, those that they will share counted once."""
@@ -240,7 +245,7 @@ class Starts:
         request, computed = loading.request, loading.request.num_computed_tokens
         missing = request.num_tokens - computed
         num_tokens = min(missing, scheduler.allowed(request, draft))
-        if not num_tokens or (num_tokens < missing and not scheduler.config.enable_chunked_prefill):
+        if not num_tokens or (num_tokens < missing and not self._may_cut(draft)):
             return False
         scheduler.offload.loads.leave(loading, now_fs)
         spare = self._tables.truncate(request.table, computed + num_tokens, f"{request.request_id} (not needed yet)")

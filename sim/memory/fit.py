@@ -89,7 +89,12 @@ class Fit:
         spoken_for = f"{account.used_bytes / GIB:.2f} GiB for everything else"
         nominal = ", a nominal device that is the same on every machine" if self.gpu.nominal else ""
         has = f"the {self.gpu.total_gib:.2f} GiB of {self.gpu.name}{nominal}"
+        ordered = self.settings.kv_cache_memory_bytes
         if override is not None:
+            if ordered is not None:
+                warnings.append(
+                    f"kv_cache_memory_bytes {ordered} is not used: num_gpu_blocks_override {override} sets the pool, as in vLLM"
+                )
             # Ordering more than there is is a fair question to a simulator (what would an unlimited cache hit?), so it is
             # answered, and said.
             if account.used_bytes + override * account.layout.block_bytes > total:
@@ -104,7 +109,6 @@ class Fit:
                     "budget: expect out-of-memory errors on a real GPU"
                 )
             return override
-        ordered = self.settings.kv_cache_memory_bytes
         if ordered is not None:
             order = f"kv_cache_memory_bytes {ordered} ({ordered / GIB:.2f} GiB)"
             if account.used_bytes + ordered > total:

@@ -23,6 +23,8 @@ _PATTERN = re.compile(
     r"(?:\s*[,x×*]?\s*(?:n\s*=\s*(?P<sequences>\d+)|(?P<beams>\d+)\s*(?:beams?|samples?)))?",
     re.IGNORECASE,
 )
+_FEW_TOKENS = 2048
+"""Tokens of a step that are suggested where a larger one takes memory."""
 _UTILISATION_LIMIT = 0.95
 """Higher shares leave less outside the budget than a CUDA context and the captured graphs take on most cards."""
 
@@ -118,18 +120,22 @@ class Suggestion:
     """Whether the target fits then."""
 
 
-def suggestions(settings: Mapping[str, Any], target: Target) -> tuple[Ledger | None, list[Suggestion]]:
+def suggestions(
+    settings: Mapping[str, Any], target: Target, *, least_tokens: int = 1
+) -> tuple[Ledger | None, list[Suggestion]]:
     """The ledger as configured (None where it cannot be drawn up), and changes: first what fits, the mildest first.
 
-    `settings` are arguments of `build_ledger`. Nothing is suggested when the target fits already. Mild is what changes no number of the
-    model and no machine: utilisation and step limits come before formats, formats before more or other GPUs. Where no single change on
-    the same GPUs is enough, as many of them as are needed are tried together.
+    `settings` are arguments of `build_ledger`; no step is limited to fewer than `least_tokens`. Nothing is suggested when the target fits
+    already. Mild is what changes no number of the model and no machine: utilisation and step limits come before formats, formats before
+    more or other GPUs. Where no single change on the same GPUs is enough, as many of them as are needed are tried together.
     """
     base = _drawn(settings)
     if base is not None and target.fits(base):
         return base, []
     found = [
-        made for changed in _changes(settings, target) if (made := _tried(settings, changed, base, target)) is not None
+        made
+        for changed in _changes(settings, target, max(_FEW_TOKENS, least_tokens))
+        if (made := _tried(settings, changed, base, target)) is not None
     ]
     same_gpus = [
         one for one in found if one.effect_tokens > 0 and not {"tensor_parallel_size", "gpu"} & one.settings.keys()
@@ -187,7 +193,7 @@ def _tried(
     )
 
 
-def _changes(settings: Mapping[str, Any], target: Target) -> Iterator[dict[str, Any]]:
+def _changes(settings: Mapping[str, Any], target: Target, few_tokens: int) -> Iterator[dict[str, Any]]:
     """Candidate changes, the mildest first."""
     model, gpu = settings["model"], settings["gpu"]
     shape = model_shape(model) if isinstance(model, str) else model
@@ -199,10 +205,10 @@ def _changes(settings: Mapping[str, Any], target: Target) -> Iterator[dict[str, 
             yield {"gpu_memory_utilization": _UTILISATION_LIMIT}
         if seqs != base.max_num_seqs:
             yield {"max_num_seqs": seqs}
-        if base.max_num_batched_tokens > 2048 and seqs <= 2048:
-            yield {"max_num_batched_tokens": 2048}
-        if base.max_num_batched_tokens > 2048 and seqs <= min(2048, base.max_num_seqs):
-            yield {"max_num_seqs": seqs, "max_num_batched_tokens": 2048}
+        if base.max_num_batched_tokens > few_tokens and seqs <= few_tokens:
+            yield {"max_num_batched_tokens": few_tokens}
+        if base.max_num_batched_tokens > few_tokens and seqs <= min(few_tokens, base.max_num_seqs):
+            yield {"max_num_seqs": seqs, "max_num_batched_tokens": few_tokens}
     if settings.get("kv_cache_dtype", "auto") in ("auto", "bfloat16", "float16", "float32"):
         yield {"kv_cache_dtype": "fp8"}
     yield from _formats(settings, shape, device)

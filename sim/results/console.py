@@ -17,6 +17,7 @@ from rich.text import Text
 
 from .report_answers import Answer, answer
 from .report_format import count, figure, gib, number, plural, seconds, share, statistic
+from .report_settings import settings_text
 from .report_tables import scenario_facts
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def print_summary(result: Result, console: Console | None = None) -> None:
 def summary_view(result: Result) -> RenderableType:
     """The summary as something rich can print."""
     found = answer(result)
-    parts: list[RenderableType] = [_verdict(found, result.scenario), _latencies(result.summary), _facts(result.summary)]
+    parts: list[RenderableType] = [_verdict(found, result.scenario), _latencies(result.summary), _facts(result)]
     remarks = [("warning:", str(text)) for text in result.summary.get("warnings") or ()]
     remarks += [("note:", str(text)) for text in result.summary.get("notes") or ()]
     if remarks:
@@ -69,12 +70,15 @@ def _latencies(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _facts(summary: Mapping[str, Any]) -> Table:
+def _facts(result: Result) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
-    for name, text in _fact_rows(summary):
+    for name, text in _fact_rows(result.summary):
         grid.add_row(name, Text(text))
+    settings = settings_text(result.provenance)
+    if settings:
+        grid.add_row("Settings", Text(settings))
     return grid
 
 

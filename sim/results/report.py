@@ -16,6 +16,7 @@ from .report_figures import LATENCIES, class_figure, finished_values, latency_fi
 from .report_format import count, escape, plural, seconds
 from .report_layout import Figure
 from .report_requests import classes_html, length_classes, requests_html
+from .report_settings import settings_html
 from .report_tables import answer_html, provenance_html, scenario_facts, tiles_html, waterfall_html
 from .report_template import PAGE, SCRIPT, STYLE
 from .report_timelines import batch_figure, memory_figure, queue_figure
@@ -36,6 +37,7 @@ def report_html(result: Result) -> str:
         _time_section(result, figures),
         _class_section(result, figures),
         executors_html(summary),
+        settings_html(result),
         waterfall_html(result.ledger, measured="executors" in result.summary),
         requests_html(result),
         provenance_html(result),

@@ -160,6 +160,7 @@ def provenance_html(result: Result) -> str:
     """Where the numbers come from, how to repeat the run, and what each metric means."""
     summary, provenance = result.summary, dict(result.provenance)
     command = provenance.pop("command", None)
+    provenance.pop("settings", None)  # they have a card of their own
     facts: dict[str, object] = {"kvtwin": summary.get("kvtwin_version"), "seed": summary.get("seed")}
     facts |= {
         str(key).replace("_", " "): value for key, value in provenance.items() if key not in ("kvtwin_version", "seed")

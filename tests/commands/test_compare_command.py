@@ -1,6 +1,7 @@
 """`kvtwin compare`: files in, one table or one JSON document out."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,20 @@ def test_different_workloads_end_with_2_and_the_keys(files, tmp_path, refused):
     other = tmp_path / "other.toml"
     other.write_text(SCENARIO.format(blocks=600).replace("rate = 30", "rate = 3"))
     refused(["compare", files[0], other], "rate (30.0 and 3.0)")
+
+
+def test_a_side_whose_preset_cannot_have_what_it_says_is_named(files, refused):
+    with Path(files[1]).open("a", encoding="utf-8") as file:
+        file.write('enable_prefix_caching = true\n[policy]\npolicy = "orca"\n')
+    refused(
+        ["compare", *files, "--replications", "2", "--workers", "1"],
+        f"{files[1]}: [engine] enable_prefix_caching is true, but the preset orca",
+    )
+
+
+def test_a_pasted_seed_of_the_server_is_not_the_seed_of_the_load(files, capsys):
+    for path in files:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write('vllm_args = "--seed 3"\n')
+    assert main(["compare", *files, "--replications", "2", "--workers", "1", "--seed", "7"]) == 0
+    assert "pasted vLLM flags that have no effect here: --seed 3" in capsys.readouterr().out

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.core.config import EngineConfig
-from sim.core.policies import PRESETS
+from sim.core.policies import PRESETS, preset_of
+from sim.core.policies.engine_settings import as_in
 from sim.core.policy import Batching, BatchLimits
 from sim.core.request import Outcome, RequestSpec
 from sim.costs.constant import FixedCost
@@ -17,11 +18,7 @@ from sim.world import run_world
 from tests.support.roomy import TICK_S
 from tests.support.tiers import Copies, assert_nobody_is_lost, conversations, copies, scenario_of
 
-CACHING = [
-    name
-    for name, preset in PRESETS.items()
-    if preset(EngineConfig(num_gpu_blocks=9000)).overrides.get("enable_prefix_caching", True)
-]
+CACHING = [name for name in PRESETS if as_in(name, EngineConfig(num_gpu_blocks=9000)).enable_prefix_caching]
 
 
 @pytest.mark.parametrize("name", CACHING)
@@ -41,8 +38,8 @@ def test_every_request_ends_and_every_block_comes_back(name: str) -> None:
         config = EngineConfig(
             num_gpu_blocks=blocks, block_size=4, max_model_len=44, max_num_seqs=4, max_num_batched_tokens=48
         )
-        preset = PRESETS[name](config)
-        config = replace(preset.configure(config), num_cpu_prefix_blocks=cpu_blocks, cpu_prefix_mode=mode)
+        preset = preset_of(name, config)
+        config = replace(preset.config, num_cpu_prefix_blocks=cpu_blocks, cpu_prefix_mode=mode)
         record = run_world(
             config,
             FixedCost(8 * TICK_S, per_token_s=TICK_S, per_copied_block_s=copy_s),

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from sim.core.admission import CanEverFit, Every, FreeBlocks
 from sim.core.config import EngineConfig
 from sim.core.forking import Forking
-from sim.core.policies import PRESETS, FairQueue, LoraSlots, MaxInFlight, PredictedPeak
+from sim.core.policies import PRESETS, FairQueue, LoraSlots, MaxInFlight, PredictedPeak, preset_of
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import worst_priority
 from sim.core.request import Outcome, RequestSpec
@@ -83,8 +83,8 @@ def test_no_preset_loses_a_forking_request(name: str) -> None:
         config = replace(config, reserve_full_prompt=True, sliding_window=None, kv_groups=())
         if name == "vllm-v0":
             config = replace(config, num_cpu_prefix_blocks=0)  # it has no prefix cache
-        preset = PRESETS[name](config)
-        record, _ = run(preset.configure(config), preset.policy, requests, stepping=False)
+        preset = preset_of(name, config)
+        record, _ = run(preset.config, preset.policy, requests, stepping=False)
         assert len(record.requests) == sum(spec.n for spec in requests)
         for request in record.requests:
             assert request.outcome is not None

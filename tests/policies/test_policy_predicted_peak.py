@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.core.config import EngineConfig
-from sim.core.policies import PRESETS, PredictedPeak, Survival
+from sim.core.policies import PredictedPeak, Survival, preset_of
 from sim.core.policies.predicted_peak import exceeds, horizons, normal_exceeds, still_running
 from sim.core.request import RequestSpec
 from sim.costs.constant import FixedCost
@@ -150,8 +150,8 @@ def served(preset: str, requests: list[RequestSpec]) -> dict[str, object]:
         enable_prefix_caching=False,
     )
     cost = FixedCost(0.012, per_token_s=6e-5, per_context_token_s=2e-8, per_seq_s=1e-5)
-    made = PRESETS[preset](config)
-    record = run_world(made.configure(config), cost, requests, policy=made.policy)
+    made = preset_of(preset, config)
+    record = run_world(made.config, cost, requests, policy=made.policy)
     return summarize(record, scenario={}, seed=0, version="", limits_s={"ttft": 5.0, "tpot": 0.05})
 
 

@@ -24,7 +24,7 @@ from experiments.oversubscription import served, summary_of
 from sim.core.admission import CanEverFit, Every, FreeBlocks
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.policies import PRESETS, MaxInFlight
+from sim.core.policies import PRESETS, MaxInFlight, preset_of
 from sim.core.policy import Policy
 from sim.core.request import Outcome
 
@@ -302,6 +302,43 @@ def test_prompts_first_means_that_decodes_wait(drive, preset):
     assert [list(step.tokens) for step in engine.run()][:2] == [["prompt"], ["decoding", "prompt"]]
 
 
+def test_nano_vllm_cuts_only_the_first_prompt_of_a_step(drive):
+    """A budget of 100. 150 are cut to 100, and go on with 50; 40 fit beside them, 60 do not fit in the 10 that are left, and 10 behind
+    them do not overtake. Then 60 and 10 together, and only when no prompt is left the decodes. vLLM V1 would have filled the 10.
+    """
+    load = (("a", 150), ("b", 40), ("c", 60), ("d", 10))
+    given = {"num_gpu_blocks": 100, "block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 100}
+    found = {}
+    for preset in ("nano-vllm", "vllm-v1"):
+        engine = drive(preset=preset, max_num_seqs=8, **given)
+        for name, tokens in load:
+            engine.add(name, tokens, output_tokens=2, max_tokens=2)
+        found[preset] = [step.tokens for step in engine.run()]
+    assert found["nano-vllm"] == [
+        {"a": 100},
+        {"a": 50, "b": 40},
+        {"c": 60, "d": 10},
+        {"a": 1, "b": 1, "c": 1, "d": 1},
+    ]
+    assert found["vllm-v1"][1] == {"a": 50, "b": 40, "c": 10}
+
+
+def test_vllm_v0_in_chunks_puts_prompts_beside_decodes_and_whole_ones_before_them(drive):
+    """A budget of 64: the decode takes a token of it, a prompt of 100 gets 63 and then 37. Whole, the prompt is computed alone, in a budget
+    that holds it."""
+    given = {"num_gpu_blocks": 200, "block_size": 16, "max_model_len": 256, "max_num_seqs": 8, "preset": "vllm-v0"}
+    found = {}
+    for chunks in (True, False):
+        budget = {"max_num_batched_tokens": 64} if chunks else {}
+        engine = drive(**given, enable_chunked_prefill=chunks, **budget)
+        engine.add("decoding", 16, output_tokens=5, max_tokens=5)
+        engine.step()
+        engine.add("prompt", 100, output_tokens=1, max_tokens=1)
+        found[chunks] = [step.tokens for step in engine.run()]
+    assert found[True][:3] == [{"decoding": 1, "prompt": 63}, {"decoding": 1, "prompt": 37}, {"decoding": 1}]
+    assert found[False][:2] == [{"prompt": 100}, {"decoding": 1}]
+
+
 def test_vllm_v0_keeps_one_percent_of_the_pool_free_for_growth(drive):
     """200 blocks: two stay free, so the second prompt of 100 blocks waits for the first to end, and one of 97 would not have."""
     for second, together in ((97, True), (99, False)):
@@ -343,6 +380,6 @@ def test_b50_a_full_pool_is_met_in_order_and_each_measure_is_taken_once(drive):
 def test_every_preset_says_what_it_models_and_what_it_leaves_out(preset):
     said = PRESETS[preset].__doc__ or ""
     assert preset == "predicted-peak" or "Left out:" in said
-    made = PRESETS[preset](EngineConfig(num_gpu_blocks=600, max_model_len=8192))
+    made = preset_of(preset, EngineConfig(num_gpu_blocks=600, max_model_len=8192))
     assert made.policy.name == preset
-    EngineCore(made.configure(EngineConfig(num_gpu_blocks=600, max_model_len=8192)), policy=made.policy)
+    EngineCore(made.config, policy=made.policy)

@@ -3,19 +3,18 @@
 import pytest
 
 import sim
-from sim.core import ConfigError, EngineConfig
-from sim.policy_choice import choose_policy
+from sim.assembly import policy_of
+from sim.core import ConfigError
+from sim.resolve import resolve
 from sim.scenario_errors import ScenarioError
-from sim.scenario_tables import PolicyTable
 
-CONFIG = {"num_gpu_blocks": 200, "block_size": 16, "max_model_len": 512, "max_num_seqs": 8}
+ENGINE = {"num_gpu_blocks_override": 200, "block_size": 16, "max_model_len": 512, "max_num_seqs": 8}
 RUNG = {"action": "drop_cache", "on": 0.9, "off": 0.5}
 
 
 def choose(**given):
-    table = PolicyTable(**given).model_dump()
-    config = EngineConfig(**CONFIG, scheduling_policy=table["scheduling_policy"], watermark=table["watermark"])
-    return choose_policy(table, config)
+    """The settings and the policy of a scenario with this [policy]."""
+    return policy_of(resolve(sim.Scenario(model="llama-3.1-8b", gpu="h100-sxm-80gb", engine=ENGINE, policy=given)))
 
 
 @pytest.mark.parametrize(
@@ -67,32 +66,6 @@ def test_a_retention_range_with_a_wrong_value_is_refused(span, words):
 def test_a_plug_in_that_is_no_admission_policy_is_refused_when_the_scenario_is_read(name, words):
     with pytest.raises(ScenarioError, match=words):
         choose(admission=name)
-
-
-@pytest.mark.parametrize("preset", ["vllm-v0", "sglang", "trtllm-no-evict", "orca", "nano-vllm"])
-def test_an_order_that_the_preset_does_not_have_is_refused(preset):
-    with pytest.raises(
-        ConfigError, match=f"scheduling_policy is 'priority', but the preset {preset} has an order of its own"
-    ):
-        choose(policy=preset, scheduling_policy="priority")
-
-
-@pytest.mark.parametrize("preset", ["vllm-v1", "predicted-peak", "ladder"])
-def test_presets_that_serve_by_priority_take_the_key(preset):
-    _, policy = choose(policy=preset, scheduling_policy="priority")
-    assert policy.queue.__name__ == "priority_queue"
-
-
-@pytest.mark.parametrize("preset", ["vllm-v0", "sglang", "trtllm-max-util", "orca", "nano-vllm", "predicted-peak"])
-def test_a_watermark_that_the_preset_would_drop_is_refused(preset):
-    with pytest.raises(ConfigError, match=f"watermark is 0.1, but the preset {preset}"):
-        choose(policy=preset, watermark=0.1)
-
-
-@pytest.mark.parametrize("preset", ["vllm-v1", "ladder"])
-def test_presets_with_vllm_s_gate_take_a_watermark(preset):
-    config, _ = choose(policy=preset, watermark=0.1)
-    assert config.watermark_blocks == 20
 
 
 def warned(rungs):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import sim
+from sim.assembly import policy_of
 from sim.core import ConfigError, EngineConfig, EngineCore
 from sim.core.admission import AdmissionBase, Every
 from sim.core.batching import Batching
@@ -15,9 +16,8 @@ from sim.core.eviction import EVICTIONS
 from sim.core.policies import PRESETS
 from sim.core.policies.names import ADMISSIONS, QUEUES
 from sim.core.preemption import VICTIMS
-from sim.policy_choice import choose_policy
+from sim.resolve import resolve
 from sim.scenario_errors import ScenarioError
-from sim.scenario_tables import PolicyTable
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
 NEEDED = {
@@ -78,17 +78,10 @@ def run(tmp_path, policy, **changes):
     return sim.simulate(sim.Scenario.load(file), check=True, **changes)
 
 
-def choose(lora_slots=None, **given):
-    table = PolicyTable(**given).model_dump()
-    config = EngineConfig(
-        num_gpu_blocks=200,
-        block_size=16,
-        max_model_len=512,
-        max_num_seqs=8,
-        scheduling_policy=table["scheduling_policy"],
-        watermark=table["watermark"],
-    )
-    return choose_policy(table, config, None, lora_slots)
+def choose(**given):
+    """The policy of a scenario with this [policy]."""
+    engine = {"num_gpu_blocks_override": 200, "max_model_len": 512, "max_num_seqs": 8}
+    return policy_of(resolve(sim.Scenario(model="llama-3.1-8b", gpu="h100-sxm-80gb", engine=engine, policy=given)))[1]
 
 
 # -- nothing that is documented is out of reach -----------------------------------------------------------------------------------
@@ -139,7 +132,7 @@ def test_every_order_runs_from_a_file_and_leaps_as_it_steps(tmp_path, name):
 
 @pytest.mark.parametrize("name", VICTIMS)
 def test_every_victim_can_be_chosen(name):
-    assert choose(victim=name)[1].victim is VICTIMS[name]
+    assert choose(victim=name).victim is VICTIMS[name]
 
 
 # -- they do what they say --------------------------------------------------------------------------------------------------------
@@ -225,7 +218,7 @@ victim = "my_policies:oldest"
         choose(admission={"policy": "my_policies:Rest", "above_tokens": "many"})
     with pytest.raises(ScenarioError, match="cannot be made with above_tokens = 100, note = 'x': no such note"):
         choose(admission={"policy": "my_policies:Rest", "above_tokens": 100, "note": "x"})
-    _, mine = choose(queue="my_policies:LongestFirst", victim="my_policies:oldest")
+    mine = choose(queue="my_policies:LongestFirst", victim="my_policies:oldest")
     core = EngineCore(EngineConfig(num_gpu_blocks=8), policy=mine)
     assert type(core._scheduler.waiting).__name__ == "LongestFirst"
 
@@ -309,6 +302,7 @@ def test_a_yes_in_other_words_is_a_yes_and_the_next_policy_is_asked() -> None:
         ({"guard_priority": 2}, {}, "guard_priority is 2, but there is no ladder"),
         ({"max_num_queued_reqs": 2, "displace_queued": True}, {}, "displace_queued sends nobody away"),
         ({"fork_samples": True}, {}, "fork_samples forks nobody"),
+        ({"num_cpu_blocks": 50, "policy": "trtllm-no-evict"}, {}, "nobody gives way, so nothing is saved there"),
     ],
 )
 def test_what_can_do_nothing_is_pointed_out(policy, more, words):
@@ -322,7 +316,7 @@ def test_what_can_do_nothing_is_pointed_out(policy, more, words):
     )
     if "guard_priority" in policy:
         useful = useful.with_(ladder=[{"action": "pause_admission", "on": 0.9, "off": 0.5}])
-    if policy.get("policy") != "vllm-v0":
+    if "policy" not in policy:
         assert not any(words in text for text in sim.simulate(useful).summary["warnings"])
 
 
@@ -358,9 +352,12 @@ def test_what_can_do_nothing_is_pointed_out(policy, more, words):
         ({"victim": "os:sep"}, "'os:sep' cannot be called: it is a str"),
         (
             {"policy": "sglang", "scheduler_reserve_full_isl": False},
-            "the preset sglang admits .* only if its whole prompt",
+            "the preset sglang .* only if its whole prompt fits",
         ),
-        ({"policy": "vllm-v0", "scheduler_reserve_full_isl": False}, "vllm-v1 or ladder, or leave it on"),
+        (
+            {"policy": "vllm-v0", "scheduler_reserve_full_isl": False},
+            "leave it out, or use vllm-v1, trtllm-max-util or ladder",
+        ),
         ({"queue": "fifo"}, "queue is 'fifo'; there are fcfs"),
         ({"queue": {"order": "aging"}}, "cannot be made without arguments: missing"),
         ({"queue": {"order": "aging", "s_per_level": 0}}, "above 0"),

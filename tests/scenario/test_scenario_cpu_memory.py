@@ -52,11 +52,11 @@ def test_what_contradicts_itself_is_refused_when_it_is_read(tables, words):
         ({"eviction": "retention", "retention": [{"priority": 500}]}, "from 0"),
         ({"ladder": [{"action": "offload_cache", "on": 0.9, "off": 0.5}]}, "no CPU prefix tier to save to"),
         ({"ladder": [{"action": "run_on_cpu", "on": 0.9, "off": 0.5, "value": 0.5}]}, "there is no CPU executor"),
-        ({"policy": "orca", **TIER}, "without prefix caching"),
+        ({"policy": "orca", **TIER}, r"prefix caching is off \(the preset orca\)"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_before_it_runs(policy, words):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises((ScenarioError, ConfigError), match=words):
         simulate(scenario(policy=policy))
 
 

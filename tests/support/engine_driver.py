@@ -11,7 +11,7 @@ from sim.core.durations import Durations
 from sim.core.engine import EngineCore
 from sim.core.facts import Committed
 from sim.core.plan import StepPlan, StepResult
-from sim.core.policies import PRESETS
+from sim.core.policies import preset_of
 from sim.core.policy import Policy
 from sim.core.request import Outcome, Request, RequestSpec
 
@@ -33,7 +33,8 @@ class DrivenStep:
 
 
 class EngineDriver:
-    """A decision core driven by hand, a second a step; its books are checked after every event. `preset` names its policy."""
+    """A decision core driven by hand, a second a step; its books are checked after every event. `preset` names its policy,
+    which has the settings that are not given as its engine has them."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class EngineDriver:
         settings.setdefault("max_num_seqs", min(1024, settings.get("max_num_batched_tokens", 1024)))
         config = EngineConfig(num_gpu_blocks=num_gpu_blocks, block_size=block_size, **settings)
         if preset is not None:
-            made = PRESETS[preset](config)
-            config, policy = made.configure(config), made.policy
+            made = preset_of(preset, config, settings)
+            config, policy = made.config, made.policy
         self.log: list[dict[str, object]] = []
         self.ended: list[Request] = []
         self.now_fs = 0

@@ -12,7 +12,7 @@ from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.plan import ScheduledRequest, StepPlan
-from sim.core.policies import PRESETS
+from sim.core.policies import preset_of
 from sim.core.request import Request, RequestSpec
 
 SHAPE = model_shape("tiny-llama-test")
@@ -60,14 +60,14 @@ class RealDriver:
             sliding_window=window,
             **engine,
         )
-        made = PRESETS[preset](config)
+        made = preset_of(preset, config, engine)
         policy = replace(made.policy, swap=True) if config.num_cpu_blocks else made.policy
         shape = SHAPE
         if window is not None:
             kinds = tuple(replace(kind, window=window) for kind in SHAPE.attention)
             shape = replace(SHAPE, architecture="mistral", attention=kinds)
         self.specs = {item.request_id: item for item in specs}
-        self.core = EngineCore(made.configure(config), policy=policy)
+        self.core = EngineCore(made.config, policy=policy)
         settings = {"shape": shape, "checked": True, **(settings or {})}
         self.engine = RealEngine(RealSettings(**settings), specs)
         self.executor = self.engine.executor(self.core)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sim.core.config import EngineConfig
 from sim.core.plan import StepPlan
-from sim.core.policies import PRESETS
+from sim.core.policies import preset_of
 from sim.core.request import Outcome, RequestSpec
 from sim.costs.constant import FixedCost
 from tests.support.engine_driver import EngineDriver
@@ -101,8 +101,8 @@ def scenario_of(
     name: str, config: EngineConfig, tier: Copies, requests: tuple[RequestSpec, ...], eviction: str = "lru"
 ) -> Scenario:
     """Those requests to an engine with a preset's policy and this tier."""
-    preset = PRESETS[name](config)
-    config = replace(preset.configure(config), num_cpu_prefix_blocks=tier.num_blocks, cpu_prefix_mode=tier.mode)
+    preset = preset_of(name, config)
+    config = replace(preset.config, num_cpu_prefix_blocks=tier.num_blocks, cpu_prefix_mode=tier.mode)
     cost = FixedCost(8 * TICK_S, per_token_s=TICK_S, per_copied_block_s=tier.block_s)
     return Scenario(config, cost, requests, policy=replace(preset.policy, eviction=eviction))
 

@@ -37,6 +37,7 @@ from sim.core.policies import (
     TtftDeadline,
     arrival_queue,
     deadline_queue,
+    preset_of,
     shortest_predicted_queue,
 )
 from sim.core.policy import Batching, Policy
@@ -109,9 +110,8 @@ def made(name: str, config: EngineConfig) -> tuple[EngineConfig, Policy]:
     """A preset that swaps if it can; those without a prefix cache have no tier for one."""
     if name in ("vllm-v0", "orca"):
         config = replace(config, num_cpu_prefix_blocks=0)
-    preset = PRESETS[name](config)
-    config = preset.configure(config)
-    return config, replace(preset.policy, swap=config.num_cpu_blocks > 0)
+    preset = preset_of(name, config)
+    return preset.config, replace(preset.policy, swap=config.num_cpu_blocks > 0)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -9,7 +9,7 @@ from .latency import TtftDeadline
 from .lora_slots import LoraSlots
 from .new_token_ratio import NewTokenRatio, RatioSettings
 from .predicted_peak import PredictedPeak
-from .presets import PRESETS, Preset
+from .presets import PRESETS, Preset, preset_of
 from .promises import Promises
 from .queues import BackOfTheQueue, arrival_queue, deadline_queue, shortest_predicted_queue
 from .reservation import ContiguousReservation, FullReservation
@@ -40,5 +40,6 @@ __all__ = [
     "TtftDeadline",
     "arrival_queue",
     "deadline_queue",
+    "preset_of",
     "shortest_predicted_queue",
 ]
