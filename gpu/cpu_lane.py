@@ -101,10 +101,11 @@ class CpuLane:
             KeyError: it is not here. What `hand_over` raises.
         """
         self.catch_up()
-        guest = self._guests.pop(move.request_id)
+        guest = self._guests[move.request_id]
         for table, places in zip(guest.tables, move.group_tables, strict=True):
             seen = [block if place != NO_BLOCK else NO_BLOCK for block, place in zip(table, places, strict=False)]
             hand_over(move.request_id, guest.pool, seen, pool, places, move.computed_tokens, release=False)
+        del self._guests[move.request_id]
 
     def drop(self, name: str) -> None:
         """A request has ended; its memory is free. Raises KeyError when it is not here."""
@@ -148,9 +149,7 @@ class CpuLane:
             device="cpu",
             num_groups=self._device_model.groups.num_groups,
         )
-        model = Decoder(
-            config, weights, ops, max_positions=self._max_model_len, groups=self._device_model.groups
-        )
+        model = Decoder(config, weights, ops, max_positions=self._max_model_len, groups=self._device_model.groups)
         return model, workspace, buffers
 
 
