@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -94,20 +93,21 @@ def test_the_cpu_holds_the_blocks_that_the_core_counts_there(name):
 
 
 @pytest.fixture
-def unreliable() -> Iterator[object]:
+def unreliable():
     """A device on which three calls of attention in a hundred have no memory."""
     draw = random.Random(0)
 
+    def sometimes(works):
+        def call(given):
+            if draw.random() < 0.03:
+                raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
+            return works(given)
+
+        return call
+
     def faulty(inner):
         ops = paced(inner).model.ops
-        for name in ("prefill_attention", "decode_attention"):
-
-            def fails_sometimes(call, works=getattr(ops, name)):
-                if draw.random() < 0.03:
-                    raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
-                return works(call)
-
-            setattr(ops, name, fails_sometimes)
+        ops.prefill_attention, ops.decode_attention = sometimes(ops.prefill_attention), sometimes(ops.decode_attention)
         return inner
 
     return faulty
