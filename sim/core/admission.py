@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .config import ConfigError, EngineConfig
+from .look import RequestLook
 from .need import slots_needed
-from .request import Request, RequestSpec
+from .request import RequestSpec
 from .view import EngineView
 
 
@@ -63,7 +64,7 @@ class Admission(Protocol):
         """
         ...
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Whether the head of the queue, which would take `need_blocks` from the free queue, may start now.
 
         False leaves it, and everyone behind it, in the queue; a Rejection sends it away; a Deferral (see `deferral`, and set
@@ -101,7 +102,7 @@ class AdmissionBase:
         """Everybody may queue."""
         return None
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Everybody may start."""
         return True
 
@@ -139,7 +140,7 @@ class Every(AdmissionBase):
                 raise no_answer(said, spec)
         return Displacement(tuple(victims.items())) if victims else None
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """The first objection."""
         for policy in self.policies:
             said = policy.may_start(request, need_blocks, view)
@@ -210,7 +211,7 @@ class FreeBlocks(AdmissionBase):
             raise ConfigError(f"the watermark is {watermark_blocks} blocks; it must be at least 0")
         self._watermark_blocks = watermark_blocks
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Compare the need with what is free."""
         spare = self._watermark_blocks if view.num_running else 0
         return need_blocks + spare <= view.num_free_blocks

@@ -24,6 +24,7 @@ from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
 from .offload import Offload
+from .own_policies import own_queue
 from .policy import Batching, Policy
 from .request import Request, State
 from .serving import Serving
@@ -91,8 +92,10 @@ class Scheduler:
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
+        self.viewed_at_fs = 0
+        """What the view says the time is."""
         self.view = EngineView(self)
-        self.waiting = policy.queue(self.view)
+        self.waiting = own_queue(policy.queue(self.view))
         self.aside: QueueWithAside | None = None
         """The queue once more, if the admission policy sets requests aside."""
         if admission.may_defer:
@@ -252,7 +255,7 @@ class Scheduler:
 
     def view_at(self, now_fs: int) -> EngineView:
         """The view for policies, at this time; while a step is planned ahead, at the time when that was decided."""
-        self.view.now_fs = now_fs - self.looks_back_fs
+        self.viewed_at_fs = now_fs - self.looks_back_fs
         return self.view
 
     def retire(self, request: Request) -> None:

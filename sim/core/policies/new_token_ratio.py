@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ..admission import AdmissionBase, Rejection
 from ..config import ConfigError
-from ..request import Request, RequestSpec
+from ..look import RequestLook
+from ..request import RequestSpec
 from ..view import EngineView
 from .running_sums import RunningSums
 
@@ -86,7 +87,7 @@ class NewTokenRatio(AdmissionBase):
             self._set(self.settings.first, view)
         return None
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare tokens, in whole pages."""
         if not view.num_running:
             return True

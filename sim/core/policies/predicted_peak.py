@@ -29,8 +29,8 @@ from math import erfc, sqrt
 
 from ..admission import AdmissionBase, Rejection
 from ..config import ConfigError
+from ..look import RequestLook
 from ..need import blocks_for
-from ..request import Request
 from ..view import EngineView
 from .survival import Survival
 
@@ -128,13 +128,13 @@ class PredictedPeak(AdmissionBase):
         self._equal: dict[tuple[float, ...], tuple[float, ...]] = {}
         self._parts: dict[str, Part] = {}  # by request id, as of the latest renewal
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the probability at the worst moment with the risk."""
         if not view.num_running:
             return True
         return need_blocks <= view.num_free_blocks and self.probability(request, view) <= self.risk
 
-    def probability(self, request: Request, view: EngineView) -> float:
+    def probability(self, request: RequestLook, view: EngineView) -> float:
         """P(the running requests and this one come to need more than the pool), at the worst moment."""
         self._renew(view)
         own = self._curve(
