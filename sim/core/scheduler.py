@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
-from .admission import Admission
+from .admission import FOREVER, Admission
 from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_prompts
 from .config import EngineConfig
 from .cpu_server import CpuServer
@@ -144,7 +144,9 @@ class Scheduler:
 
     @property
     def steady(self) -> bool:
-        """Whether a queue that stands still now stands still until somebody comes or goes, so that decode steps can be leapt over."""
+        """Whether a queue that stands still now stands still until somebody comes or goes, so that decode steps can be leapt over, if the
+        admission policy allows (`steps_of_no`).
+        """
         if not len(self.waiting) or len(self.running) >= self.config.max_num_seqs:
             return True
         if self._policy.eviction != "lru" and not self.config.reserve_full_prompt:
@@ -155,7 +157,14 @@ class Scheduler:
             return False  # a window's cached blocks may go, and those of another place, that a tier has, cost it less
         if self.growth.slides and self._policy.eviction != "lru" and self.starts.blocked is not None:
             return False  # which of the cached blocks that a window's head would find go, and when, is not known before
-        return self._admission.steady and self.waiting.steady
+        return self.waiting.steady
+
+    @property
+    def steps_of_no(self) -> int:
+        """For how many steps, the drafted one included, the admission policy need not be asked about the head of the queue again."""
+        if not len(self.waiting) or len(self.running) >= self.config.max_num_seqs:
+            return FOREVER
+        return self._admission.steps_of_no(self.view)
 
     @property
     def prompts_first(self) -> bool:
