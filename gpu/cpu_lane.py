@@ -4,18 +4,21 @@ A request keeps its KV and its place: what the device has computed is handed ove
 a token takes there, and when a request comes back, is the core's affair; here its tokens are computed when the step that it came in
 has been timed, so that they are known whenever somebody asks and are no part of that step's time. Output that the core does not
 wait for is forgotten by the token book when the device samples the same place again.
+
+What has left a window stays away; what leaves it later is kept here, because a request may go back at any of its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
+from sim.core.blocks import NO_BLOCK
 from sim.core.config import EngineConfig
 from sim.core.need import blocks_for
-from sim.core.plan import ScheduledRequest
+from sim.core.plan import CpuMove, ScheduledRequest
 
 from .batch import BatchBuffers, Sampling
 from .decoder_room import workspace_bytes
@@ -33,7 +36,7 @@ from .workspace import Workspace
 @dataclass(frozen=True, slots=True)
 class _Guest:
     pool: PagedKVPool
-    table: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
 
 
 class CpuLane:
@@ -58,25 +61,32 @@ class CpuLane:
         """Who is here, in the order in which they came."""
         return tuple(self._guests)
 
-    def receive(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that they hold here: as many as the core counts for them in its CPU pool, once it has told who ended."""
+        return sum(guest.pool.num_blocks for guest in self._guests.values())
+
+    def receive(self, move: CpuMove, pool: PagedKVPool) -> None:
         """A request leaves the device's `pool` with all its known tokens but the last computed; `catch_up` goes on. Its blocks there
         are the caller's to give back.
 
         Raises:
             ValueError: it is here already. What `hand_over` raises.
         """
+        name = move.request_id
         if name in self._guests:
             raise ValueError(f"{name} is on the CPU already")
-        context_tokens = self._tokens.num_known(name) - 1
+        size = blocks_for(move.most_tokens, self._layout.block_size)
+        passed = [table.count(NO_BLOCK) for table in move.group_tables]
+        own = PagedKVPool(self._layout, sum(size - gone for gone in passed), "cpu", checked=pool.checked)
+        free = iter(range(1, own.num_blocks + 1))
+        tables = tuple((NO_BLOCK,) * gone + tuple(islice(free, size - gone)) for gone in passed)
+        for table, places in zip(move.group_tables, tables, strict=True):
+            hand_over(name, pool, table, own, places, move.computed_tokens, release=False)
+        self._guests[name] = _Guest(own, tables)
         spec = self._tokens.spec(name)
-        wanted = spec.output_tokens if spec.max_tokens is None else min(spec.output_tokens, spec.max_tokens)
-        last = min(spec.input_tokens + wanted, self._max_model_len)
-        size = blocks_for(max(last, context_tokens), self._layout.block_size)
-        own = PagedKVPool(self._layout, size, "cpu", checked=pool.checked)
-        places = tuple(range(1, size + 1))
-        hand_over(name, pool, table, own, places, context_tokens, release=False)
-        self._guests[name] = _Guest(own, places)
-        self._due[name] = range(context_tokens, last - 1)
+        last = min(spec.input_tokens + spec.target_tokens, self._max_model_len)
+        self._due[name] = range(move.computed_tokens, last - 1)
 
     def catch_up(self) -> None:
         """Compute what is left of the answers of those who came."""
@@ -84,15 +94,18 @@ class CpuLane:
             name, places = self._due.popitem()
             self._decode(name, self._guests[name], places)
 
-    def give_back(self, name: str, pool: PagedKVPool, table: Sequence[int]) -> None:
-        """A request goes back to a device's `pool`, with as many blocks of what was computed for it as `table` has.
+    def give_back(self, move: CpuMove, pool: PagedKVPool) -> None:
+        """A request goes back to a device's `pool`, with as many tokens of those that were computed for it as `move` says.
 
         Raises:
             KeyError: it is not here. What `hand_over` raises.
         """
         self.catch_up()
-        guest = self._guests.pop(name)
-        hand_over(name, guest.pool, guest.table, pool, table, len(table) * self._layout.block_size)
+        guest = self._guests[move.request_id]
+        for table, places in zip(guest.tables, move.group_tables, strict=True):
+            seen = [block if place != NO_BLOCK else NO_BLOCK for block, place in zip(table, places, strict=False)]
+            hand_over(move.request_id, guest.pool, seen, pool, places, move.computed_tokens, release=False)
+        del self._guests[move.request_id]
 
     def drop(self, name: str) -> None:
         """A request has ended; its memory is free. Raises KeyError when it is not here."""
@@ -105,7 +118,7 @@ class CpuLane:
         for place in places:
             guest.pool.begin_step(place)
             forward.workspace.reset()
-            (token,) = forward.run([ScheduledRequest(name, 1, place, guest.table, samples=True)]).values()
+            (token,) = forward.run([_share(name, place, guest.tables)]).values()
             self._tokens.record(name, place + 1, token)
             guest.pool.end_step()
             self.computed_tokens += 1
@@ -135,5 +148,12 @@ class CpuLane:
             max_blocks=blocks_for(self._max_model_len, size) + 1,
             device="cpu",
             staging=ops.staging,
+            num_groups=self._device_model.groups.num_groups,
         )
-        return Decoder(config, weights, ops, max_positions=self._max_model_len), workspace, buffers
+        model = Decoder(config, weights, ops, max_positions=self._max_model_len, groups=self._device_model.groups)
+        return model, workspace, buffers
+
+
+def _share(name: str, place: int, tables: tuple[tuple[int, ...], ...]) -> ScheduledRequest:
+    """A step of one request: its token at `place`."""
+    return ScheduledRequest(name, 1, place, tables[0], samples=True, group_tables=tables if len(tables) > 1 else ())

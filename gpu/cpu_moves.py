@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sim.core.blocks import IntegrityError
+from sim.core.plan import CpuMove
 
 from .cpu_lane import CpuLane
 from .ops import Ops
@@ -77,17 +78,11 @@ class CpuMoves:
         self.swapped_out_blocks += len(pairs)
 
     def swap_in(self, name: str, pairs: Pairs) -> None:
-        """A request's blocks come back, from the CPU pool or from where it was served meanwhile.
+        """A request's blocks come back from the CPU pool.
 
         Raises:
             ChangedBlockError: they are not what was saved (checked mode).
         """
-        if name in self._on_cpu:
-            assert self._lane is not None  # it is a guest there
-            with self._pool.beside():
-                self._lane.give_back(name, self._pool, [block for _, block in pairs])
-            del self._on_cpu[name]
-            return
         blocks = [block for _, block in pairs]
         if not blocks:
             return
@@ -120,23 +115,36 @@ class CpuMoves:
             )
         return self._tier
 
-    def to_cpu(self, name: str, pairs: Pairs) -> None:
+    def to_cpu(self, move: CpuMove, pairs: Pairs) -> None:
         """A request goes on on the CPU."""
-        if self._lane is None:
-            raise IntegrityError(f"the plan moves {name} to the CPU, but the executor was made without one")
+        lane, name = self._needed_lane(move), move.request_id
         slots = frozenset(slot for _, slot in pairs)
         for guest in [guest for guest, kept in self._on_cpu.items() if kept & slots]:
-            self._lane.drop(guest)  # it ended there: the core has given its place to another
+            lane.drop(guest)  # it ended there: the core has given its place to another
             del self._on_cpu[guest]
         with self._pool.beside():
-            self._lane.receive(name, self._pool, [block for block, _ in pairs])
+            lane.receive(move, self._pool)
         self._on_cpu[name] = slots
         self.moved_to_cpu += 1
+
+    def from_cpu(self, move: CpuMove) -> None:
+        """A request comes back from where it was served, with what was computed for it there. Raises KeyError when it is not there."""
+        lane = self._needed_lane(move)
+        with self._pool.beside():
+            lane.give_back(move, self._pool)
+        del self._on_cpu[move.request_id]
 
     def catch_up(self) -> None:
         """What the CPU computes for itself; called when the device's step has been timed."""
         if self._lane is not None:
             self._lane.catch_up()
+
+    def _needed_lane(self, move: CpuMove) -> CpuLane:
+        if self._lane is None:
+            raise IntegrityError(
+                f"the plan moves {move.request_id} to the CPU, or from it, but the executor was made without one"
+            )
+        return self._lane
 
     def _checksums(self, blocks: list[int]) -> list[int]:
         found: list[int] = []

@@ -16,7 +16,7 @@ from functools import partial
 
 from sim.core.blocks import NO_BLOCK, BlockPool, IntegrityError
 from sim.core.need import blocks_for, skipped_blocks
-from sim.core.plan import ScheduledRequest, StepPlan, Untold
+from sim.core.plan import CpuMove, ScheduledRequest, StepPlan, Untold
 from sim.core.tables import BlockTables
 
 from .copy_order import independent
@@ -59,7 +59,7 @@ class PlanMoves:
             int, int
         ] = {}  # target to source of copies, until the request that has the source is seen with the target
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
-        self._loading: set[str] = set()  # hold blocks that were loaded for them, and have not been in a step with them
+        self._loading: set[str] = set()  # hold blocks that were brought for them, and have not been in a step with them
         self.during = ""
         """The move in progress, for reports."""
         self.copied_blocks = 0
@@ -98,11 +98,12 @@ class PlanMoves:
         for _, pairs in plan.saves:
             self._put("save to the prefix tier", partial(self.cpu.save, pairs))
         releases = self._put_forks(plan.forks, plan.releases)
+        leaving, coming = ({move.request_id: move for move in moves} for moves in (plan.to_cpu, plan.from_cpu))
         for request_id, pairs in plan.swap_outs:
-            what, move = (
-                ("move to the CPU", self.cpu.to_cpu) if request_id in plan.to_cpu else ("swap-out", self.cpu.swap_out)
-            )
-            self._put(f"{what} of {request_id}", partial(move, request_id, pairs))
+            if request_id in leaving:
+                self._put(f"move to the CPU of {request_id}", partial(self.cpu.to_cpu, leaving[request_id], pairs))
+            else:
+                self._put(f"swap-out of {request_id}", partial(self.cpu.swap_out, request_id, pairs))
         for request_id, blocks in releases:
             strict = request_id not in never_used
             release = partial(self._release, request_id, blocks, strict=strict, whole=request_id in plan.preempted)
@@ -110,7 +111,10 @@ class PlanMoves:
         for batch in independent(plan.copies):
             self._put("copy-on-write", partial(self._copy, batch))
         for request_id, pairs in plan.swap_ins:
-            self._put(f"swap-in of {request_id}", partial(self.cpu.swap_in, request_id, pairs))
+            if request_id in coming:
+                self._put(f"move from the CPU of {request_id}", partial(self._from_cpu, coming[request_id]))
+            else:
+                self._put(f"swap-in of {request_id}", partial(self.cpu.swap_in, request_id, pairs))
         for request_id, _, pairs in plan.loads:
             self._put(f"load for {request_id}", partial(self._load, request_id, pairs))
         self._drain()
@@ -248,6 +252,12 @@ class PlanMoves:
             with ids("blocks to copy", sources) as from_ids, ids("copies of blocks", targets) as to_ids:
                 self._ops.move_blocks(rows, rows, from_ids, to_ids)
         self.copied_blocks += len(copies)
+
+    def _from_cpu(self, move: CpuMove) -> None:
+        """The blocks are the request's from here on, as those that are loaded."""
+        self.cpu.from_cpu(move)
+        self._held[move.request_id] = move.group_tables
+        self._loading.add(move.request_id)
 
     def _load(self, name: str, pairs: Pairs) -> None:
         """The blocks are the request's from here on, though no step has them in a table yet."""

@@ -18,7 +18,16 @@ from sim.core.request import RequestSpec
 from .policy_objects import Named, bound, factory, split
 from .scenario_errors import ScenarioError
 
-_PARTS_OF_ADMISSION = ("steady", "may_defer", "arrive", "may_start", "preempted", "withdraw", "diagnose")
+_PARTS_OF_ADMISSION = (
+    "steady",
+    "steps_of_no",
+    "may_defer",
+    "arrive",
+    "may_start",
+    "preempted",
+    "withdraw",
+    "diagnose",
+)
 """What the engine asks of an `Admission`."""
 _PARTS_OF_QUEUE = ("steady", "__len__", "add", "put_back", "started", "head", "pop", "discard")
 """And of a `WaitingQueue`."""

@@ -64,8 +64,9 @@ def check_cell(
     try:
         if reference is None:
             reference = reference_answers(scenario, device=device)
-        real = run_for_real(scenario, preset(name), device=device, wrap=wrap)
-        difference = first_difference(real.decisions, replay(scenario, preset(name), real.recording))
+        chosen = preset(name, **scenario.policy)
+        real = run_for_real(scenario, chosen, device=device, wrap=wrap)
+        difference = first_difference(real.decisions, replay(scenario, chosen, real.recording))
     except Exception as error:  # whatever it is, it is this cell's verdict, and the others go on
         message = f"{type(error).__name__}: {error}"
         return Cell(**where, decisions_equal=False, tokens_equal=False, leaked_blocks=0, fallbacks=0, error=message)
@@ -91,6 +92,7 @@ def check_cell(
             "preemptions": sum(request.num_preemptions for request in real.requests),
             "prefix_hit_tokens": sum(request.prefix_hit_tokens for request in real.requests),
             "swapped_out_blocks": real.report["swapped_out_blocks"],
+            "moved_to_cpu": real.report["moved_to_cpu"],
         },
     )
 

@@ -190,6 +190,28 @@ def _hybrid_beams(draw: random.Random) -> _Made:
     return requests, _hybrid_engine(draw, max_num_seqs=engine.max_num_seqs)
 
 
+def _cpu(draw: random.Random) -> _Made:
+    """Requests that the ladder moves to the CPU (`POLICIES`); their clients allow for more than the model says."""
+    requests = [
+        replace(spec, priority=draw.randint(0, 2), max_tokens=spec.output_tokens + draw.randint(0, 3))
+        for spec in _requests(draw, 6, (3, 20), (8, 20))
+    ]
+    return requests, _engine(num_gpu_blocks=draw.randint(14, 18), num_cpu_blocks=draw.choice((24, 120)))
+
+
+def _cpu_window(draw: random.Random) -> _Made:
+    """The same with a window in every layer."""
+    requests, engine = _cpu(draw)
+    return requests, replace(engine, num_gpu_blocks=12, sliding_window=draw.choice((6, 9, 13)))
+
+
+def _cpu_hybrid(draw: random.Random) -> _Made:
+    """The same with windows beside full attention, planned ahead."""
+    requests, engine = _cpu(draw)
+    ahead = draw.random() < 0.5
+    return requests, _hybrid_engine(draw, num_cpu_blocks=3 * engine.num_cpu_blocks, async_scheduling=ahead)
+
+
 KINDS: dict[str, Callable[[random.Random], _Made]] = {
     "pressure": _pressure,
     "chunks": _chunks,
@@ -204,5 +226,13 @@ KINDS: dict[str, Callable[[random.Random], _Made]] = {
     "hybrid": _hybrid,
     "hybrid-swaps": _hybrid_swaps,
     "hybrid-beams": _hybrid_beams,
+    "cpu": _cpu,
+    "cpu-window": _cpu_window,
+    "cpu-hybrid": _cpu_hybrid,
 }
 """How each kind is made, by name."""
+_RUNG = {"action": "run_on_cpu", "signal": "kv_usage", "on": 0.6, "off": 0.4, "hold_s": 0.0, "value": 0.4}
+POLICIES: dict[str, dict[str, object]] = {
+    kind: {"cpu_token_s": 0.004, "ladder": [_RUNG]} for kind in ("cpu", "cpu-window", "cpu-hybrid")
+}
+"""What a kind's scenarios set in `[policy]` beside the preset."""

@@ -6,14 +6,14 @@ Each kind (`scenario_kinds`) puts pressure on one thing and exists in three seed
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
 from sim.core.request import RequestSpec
 
-from .scenario_kinds import BLOCK_SIZE, HYBRID, KINDS, MAX_MODEL_LEN, MODEL, windowed
+from .scenario_kinds import BLOCK_SIZE, HYBRID, KINDS, MAX_MODEL_LEN, MODEL, POLICIES, windowed
 
 if TYPE_CHECKING:
     from sim.catalog.shape import ModelShape
@@ -31,6 +31,8 @@ class SmallScenario:
     engine: EngineConfig
     shape: ModelShape
     """The model; with a window where the scenario has one."""
+    policy: dict[str, Any] = field(default_factory=dict)
+    """Keys of `[policy]` that go with every preset."""
     seed: int
     """Root of prompts and weights."""
 
@@ -49,7 +51,7 @@ class SmallScenario:
             enable_prefix_caching=False,
             sliding_window=self.engine.sliding_window,
         )
-        return replace(self, requests=patient, engine=engine)
+        return replace(self, requests=patient, engine=engine, policy={})
 
 
 def _make(kind: str, variant: int) -> SmallScenario:
@@ -58,7 +60,14 @@ def _make(kind: str, variant: int) -> SmallScenario:
     for group in engine.groups:
         if group.window is not None:
             shape = windowed(shape, group.window)
-    return SmallScenario(name=f"{kind}-{variant}", requests=tuple(requests), engine=engine, shape=shape, seed=variant)
+    return SmallScenario(
+        name=f"{kind}-{variant}",
+        requests=tuple(requests),
+        engine=engine,
+        shape=shape,
+        seed=variant,
+        policy=POLICIES.get(kind, {}),
+    )
 
 
 SCENARIOS: dict[str, SmallScenario] = {

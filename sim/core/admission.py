@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .config import ConfigError, EngineConfig
+from .look import RequestLook
 from .need import slots_needed
-from .request import Request, RequestSpec
+from .request import RequestSpec
 from .view import EngineView
+
+FOREVER = 1 << 62
+"""More steps than any run has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +56,17 @@ class Admission(Protocol):
     steady: bool
     """True if, while requests only decode and time only passes, `may_start` never turns from no to anything else, at least as long as
     the pool gets fuller, or, where windows slide and it may get emptier, fewer blocks are free than the request needs. The engine then
-    leaps over steps in which the queue stands still; otherwise it asks again at every step."""
+    leaps over steps in which the queue stands still; otherwise it asks again as soon as `steps_of_no` says, which is at every step."""
 
     may_defer: bool
     """True if `may_start` may answer with a Deferral."""
+
+    def steps_of_no(self, view: EngineView) -> int:
+        """For how many steps, the one being planned included, asking again can be left out if requests only decode, and the pool gets no
+        emptier: the latest answer stays a no (or, if another policy said no, this one's own does not matter), and this object learns
+        nothing by being asked.
+        """
+        ...
 
     def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | Displacement | None:
         """Judge an arrival; None lets it into the queue, a Displacement too, in the place of others. Counts of requests and tokens
@@ -63,7 +74,7 @@ class Admission(Protocol):
         """
         ...
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Whether the head of the queue, which would take `need_blocks` from the free queue, may start now.
 
         False leaves it, and everyone behind it, in the queue; a Rejection sends it away; a Deferral (see `deferral`, and set
@@ -97,11 +108,15 @@ class AdmissionBase:
     steady = True
     may_defer = False
 
+    def steps_of_no(self, view: EngineView) -> int:
+        """One that is steady need not be asked; else at every step."""
+        return FOREVER if self.steady else 1
+
     def arrive(self, spec: RequestSpec, view: EngineView) -> Rejection | Displacement | None:
         """Everybody may queue."""
         return None
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Everybody may start."""
         return True
 
@@ -121,6 +136,7 @@ class Every(AdmissionBase):
 
     def __init__(self, policies: Sequence[Admission]) -> None:
         self.policies = tuple(policies)
+        self._asked: Sequence[Admission] = ()
         self.steady = all(policy.steady for policy in policies)
         self.may_defer = any(policy.may_defer for policy in policies)
 
@@ -139,13 +155,18 @@ class Every(AdmissionBase):
                 raise no_answer(said, spec)
         return Displacement(tuple(victims.items())) if victims else None
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """The first objection."""
-        for policy in self.policies:
+        for position, policy in enumerate(self.policies):
             said = policy.may_start(request, need_blocks, view)
             if not said or isinstance(said, Rejection | Deferral):
+                self._asked = self.policies[: position + 1]
                 return said
         return True
+
+    def steps_of_no(self, view: EngineView) -> int:
+        """As long as those need not be asked who were asked last: up to the one who said no."""
+        return min((policy.steps_of_no(view) for policy in self._asked), default=FOREVER if self.steady else 1)
 
     def preempted(self, view: EngineView) -> None:
         """Everybody hears."""
@@ -210,7 +231,7 @@ class FreeBlocks(AdmissionBase):
             raise ConfigError(f"the watermark is {watermark_blocks} blocks; it must be at least 0")
         self._watermark_blocks = watermark_blocks
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Compare the need with what is free."""
         spare = self._watermark_blocks if view.num_running else 0
         return need_blocks + spare <= view.num_free_blocks

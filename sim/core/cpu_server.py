@@ -3,6 +3,9 @@
 A request that has its first token leaves the device's pool: its KV is saved to the CPU pool, where it has room for all tokens that it may
 still produce, and it goes on there at a fixed time a token, which is the executor's own cost and the same however many it serves at
 once (up to its slots) and however long their contexts are. When the rung goes off again, what is left comes back like a swapped request.
+
+Where layers have windows it takes along what is in them, in each attention group. Nothing slides out of them on the CPU: all that is
+computed there is kept until the request goes, and of that comes back what is in the windows then.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from typing import TYPE_CHECKING
 from .clock import to_fs
 from .config import ConfigError, EngineConfig
 from .draft import Draft
-from .need import slots_needed
+from .need import blocks_for, skipped_blocks, slots_needed
+from .plan import CpuMove
 from .preemption import worst_priority
 from .request import Request, State
 
@@ -40,11 +44,18 @@ class CpuExecutor:
         """Refuse an engine that could not use it. Raises ConfigError with the reason."""
         if not config.num_cpu_blocks:
             raise ConfigError("the CPU executor needs room for the KV of its requests: set num_cpu_blocks")
-        if config.sliding_window is not None or config.kv_groups:
-            raise ConfigError(
-                "the CPU executor is for one kind of layer with full attention: where blocks leave windows, or stand in several tables, "
-                "those that a request takes along do not tell where its tokens are; leave cpu_token_s out"
-            )
+
+
+def cpu_move(request: Request, config: EngineConfig, most_tokens: int = 0) -> CpuMove:
+    """The move of a request that is not in the decode set, with what it has computed, to a place where it has room for `most_tokens`."""
+    computed = request.num_computed_tokens
+    kinds = zip(config.groups, request.table.groups, strict=True)
+    return CpuMove(
+        request_id=request.request_id,
+        computed_tokens=computed,
+        most_tokens=max(most_tokens, computed),
+        group_tables=tuple(tuple(table.blocks[: blocks_for(computed, kind.block_size)]) for kind, table in kinds),
+    )
 
 
 class CpuServer:
@@ -56,6 +67,8 @@ class CpuServer:
         self._token_fs = to_fs(executor.token_s)
         self.serving: dict[Request, int] = {}
         """By request, in the order in which they came: up to when its tokens are counted."""
+        self._rooms: dict[Request, list[range]] = {}
+        """By request that is served, for each attention group: the places in its table for which it has CPU blocks, in that order."""
         self.leaving: dict[Request, None] = {}
         """Those who have ended here, or whose client has left, and whose slot and room the scheduler does not know to be free yet."""
         self.tokens = 0
@@ -86,7 +99,7 @@ class CpuServer:
     def stop(self, request: Request, now_fs: int) -> None:
         """A request is served no more, and its tokens are counted; `free` gives its slot and its room to others."""
         self._count(request, now_fs)
-        del self.serving[request]
+        del self.serving[request], self._rooms[request]
         self.leaving[request] = None
 
     def free(self, request: Request) -> None:
@@ -105,11 +118,29 @@ class CpuServer:
         for request in list(self.serving):
             self._count(request, now_fs)
             del self.serving[request]
-            kept = scheduler.config.blocks_at(0, request.num_computed_tokens)
-            scheduler.swapping.cpu_pool.release(request.cpu_blocks[kept:], request.request_id)
-            del request.cpu_blocks[kept:]
+            self._shrink(request)
             request.state = State.SWAPPED
             scheduler.swapping.swapped.append(request)
+            scheduler.swapping.from_cpu.add(request)
+
+    def _shrink(self, request: Request) -> None:
+        """A request keeps, of its CPU blocks, those with the KV that it will need on the device."""
+        kept: list[int] = []
+        spare: list[int] = []
+        left = iter(request.cpu_blocks)
+        for room, needed in zip(self._rooms.pop(request), self._places(request.num_computed_tokens), strict=True):
+            for place in room:
+                (kept if place in needed else spare).append(next(left))
+        request.cpu_blocks = kept
+        self._scheduler.swapping.cpu_pool.release(spare, request.request_id)
+
+    def _places(self, computed_tokens: int, total_tokens: int = 0) -> list[range]:
+        """For each attention group the places in a table that tokens up to `total_tokens` need, when `computed_tokens` are computed."""
+        total = max(total_tokens, computed_tokens)
+        return [
+            range(skipped_blocks(computed_tokens, kind.block_size, kind.window), blocks_for(total, kind.block_size))
+            for kind in self._scheduler.config.groups
+        ]
 
     def _may_take(self, request: Request) -> bool:
         """Also one who has ended, if the scheduler does not know: it would go on to decode."""
@@ -124,26 +155,35 @@ class CpuServer:
 
     def _take(self, request: Request, draft: Draft, now_fs: int) -> bool:
         """Move a request here; False, and nothing changed, if there is no slot or no room."""
-        scheduler, config = self._scheduler, self._scheduler.config
+        scheduler = self._scheduler
         most_tokens = slots_needed(request.spec.input_tokens, scheduler.view.output_cap(request.spec))
-        room = max(config.most_blocks(most_tokens), len(request.table))
+        rooms = self._places(scheduler.decode.computed(request), most_tokens)
         cpu_blocks = (
-            scheduler.swapping.cpu_pool.allocate(room) if self.num_slots_taken < self.executor.max_num_seqs else None
+            scheduler.swapping.cpu_pool.allocate(sum(map(len, rooms)))
+            if self.num_slots_taken < self.executor.max_num_seqs
+            else None
         )
         if cpu_blocks is None:
             return False
         scheduler.retire(request)
-        kept = scheduler.holdings.tables.computed(request.table, request.num_computed_tokens)
-        draft.swap_outs.append((request.request_id, list(zip(kept, cpu_blocks, strict=False))))
+        scheduler.holdings.slide(request, request.num_computed_tokens, draft, now_fs)
+        move = cpu_move(request, scheduler.config, most_tokens)
+        pairs: list[tuple[int, int]] = []
+        left = iter(cpu_blocks)
+        for table, room in zip(move.group_tables, rooms, strict=True):
+            own = [next(left) for _ in room]
+            pairs += zip(table[room.start :], own, strict=False)
+        draft.swap_outs.append((request.request_id, pairs))
+        draft.to_cpu.append(move)
         draft.released.append(
             (request.request_id, scheduler.holdings.release(request, "goes on on the CPU", now_fs, reusable=True))
         )
         request.cpu_blocks = cpu_blocks
         request.state = State.ON_CPU
-        draft.to_cpu.append(request.request_id)
         if request.ended_fs is None:
             request.degrade("run_on_cpu")
             self.serving[request] = now_fs
+            self._rooms[request] = rooms
         else:
             self.leaving[request] = None
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .admission import Rejection
+from .plan import CpuMove
 from .request import Request
 
 
@@ -53,8 +54,9 @@ class Draft:
     """`(request_id, (device block, CPU block) pairs)` to save before anything is written."""
     swap_ins: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     """`(request_id, (CPU block, device block) pairs)` to restore before they are read."""
-    to_cpu: list[str] = field(default_factory=list)
-    """Requests that go on on the CPU executor."""
+    to_cpu: list[CpuMove] = field(default_factory=list)
+    from_cpu: list[CpuMove] = field(default_factory=list)
+    """Requests that go on on the CPU executor, and those that come back."""
     unservable: list[tuple[Request, str]] = field(default_factory=list)
     """Requests that outgrew the whole pool, with the reason."""
     turned_away: list[tuple[Request, Rejection]] = field(default_factory=list)

@@ -178,6 +178,7 @@ class EngineCore(EngineFacts):
             saves=saves,
             loads=loads,
             to_cpu=tuple(decisions.to_cpu),
+            from_cpu=tuple(decisions.from_cpu),
             releases=as_told(decisions.released),
             forks=tuple(decisions.forked),
             admitted=tuple(decisions.admitted),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .draft import Draft
 from .family import Fork
+from .plan import CpuMove
 
 DecisionSink = Callable[[dict[str, object], int], None]
 """Takes one log entry and the time at which its step started, in femtoseconds; writing it somewhere is the world's business."""
@@ -28,7 +29,8 @@ class Decisions:
     ladder: list[tuple[str, str]] = field(default_factory=list)
     saved: list[list[tuple[int, int]]] = field(default_factory=list)
     loaded: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
-    to_cpu: list[str] = field(default_factory=list)
+    to_cpu: list[CpuMove] = field(default_factory=list)
+    from_cpu: list[CpuMove] = field(default_factory=list)
 
     def note(self, draft: Draft) -> None:
         """What a draft decided; who could not be served, or was turned away, is written down when it ends."""
@@ -40,6 +42,7 @@ class Decisions:
             self.swapped_out += draft.swap_outs
             self.swapped_in += draft.swap_ins
             self.to_cpu += draft.to_cpu
+            self.from_cpu += draft.from_cpu
 
     def note_forks(self, forks: list[Fork]) -> None:
         """Sequences that go on as copies of others."""
@@ -56,7 +59,8 @@ class Decisions:
         when something was.
         """
         forked = [(child, source) for child, source, _ in self.forked]
-        seldom = {"forked": forked, "saved": self.saved, "loaded": self.loaded, "to_cpu": self.to_cpu}
+        to_cpu = [move.request_id for move in self.to_cpu]
+        seldom = {"forked": forked, "saved": self.saved, "loaded": self.loaded, "to_cpu": to_cpu}
         return {
             "step": step,
             "scheduled": scheduled,

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from .clock import FS_PER_S
+from .look import Look
 from .request import RequestSpec
 
 
@@ -140,3 +141,65 @@ class DrainMeter:
     def prompt_piece_tokens(self) -> float | None:
         """Mean length of the last prompts computed, each weighted with its length: what the uncertainty of their sum grows with."""
         return self._all_prompts.piece()
+
+
+class OutputsView(Look):
+    """`OutputLengths`, to look at."""
+
+    __slots__ = ("_outputs",)
+    _outputs: OutputLengths
+
+    def __init__(self, outputs: OutputLengths) -> None:
+        object.__setattr__(self, "_outputs", outputs)
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The latest output lengths of everybody."""
+        return tuple(self._outputs.all)
+
+    @property
+    def num_finished(self) -> int:
+        """Finished requests ever; changes whenever anything here does."""
+        return self._outputs.num_finished
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Those of whom a request has finished, in order of the first."""
+        return tuple(self._outputs.tenants)
+
+    def of(self, tenant: str) -> tuple[int, ...]:
+        """The latest output lengths of a tenant."""
+        return tuple(self._outputs.of(tenant))
+
+    def mean(self, tenant: str, at_least: int = 8) -> float | None:
+        """As `OutputLengths.mean`."""
+        return self._outputs.mean(tenant, at_least)
+
+
+class DrainView(Look):
+    """`DrainMeter`, to look at."""
+
+    __slots__ = ("_meter", "outputs")
+    _meter: DrainMeter
+    outputs: OutputsView
+    """How long outputs were."""
+
+    def __init__(self, meter: DrainMeter) -> None:
+        object.__setattr__(self, "_meter", meter)
+        object.__setattr__(self, "outputs", OutputsView(meter.outputs))
+
+    def requests_per_s(self) -> float | None:
+        """As `DrainMeter.requests_per_s`."""
+        return self._meter.requests_per_s()
+
+    def prefill_tokens_per_s(self) -> float | None:
+        """As `DrainMeter.prefill_tokens_per_s`."""
+        return self._meter.prefill_tokens_per_s()
+
+    def num_prompts(self) -> int:
+        """As `DrainMeter.num_prompts`."""
+        return self._meter.num_prompts()
+
+    def prompt_piece_tokens(self) -> float | None:
+        """As `DrainMeter.prompt_piece_tokens`."""
+        return self._meter.prompt_piece_tokens()

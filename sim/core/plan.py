@@ -35,6 +35,20 @@ class ScheduledRequest:
     Empty for a model with one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuMove:
+    """A request that leaves a device's pool for the CPU executor, or comes back from it."""
+
+    request_id: str
+    computed_tokens: int
+    """Tokens whose KV exists when it moves."""
+    most_tokens: int
+    """Tokens whose KV it has room for on the CPU: from there on nothing slides out of a window, and all are kept."""
+    group_tables: tuple[tuple[int, ...], ...]
+    """Its block tables on the device, one an attention group, in token order, up to `computed_tokens`; 0 stands for a block that is out
+    of the group's window."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
     """One step, or `repeat` equal decode steps, decided; everything an executor must do is in here. A step that computes nothing
@@ -66,8 +80,10 @@ class StepPlan:
     they are saved (`EngineCore.pass_fence`), and until then rewrites neither end."""
     loads: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...] = ()
     """`(request_id, fence, (CPU block, device block) pairs)` to begin to load from it; nobody uses the blocks before the core has heard."""
-    to_cpu: tuple[str, ...] = ()
-    """Requests among the swap-outs that go on on the CPU executor, until they are swapped in or have all their tokens."""
+    to_cpu: tuple[CpuMove, ...] = ()
+    """Those of the swap-outs that go on on the CPU executor, until they are swapped in or have all their tokens."""
+    from_cpu: tuple[CpuMove, ...] = ()
+    """Those of the swap-ins that come from there; the tables are the ones that they come to have."""
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
-from .admission import Admission
+from .admission import FOREVER, Admission
 from .batching import DECODE_STEPS, NO_LIMITS, check_batching, is_prompt, rest_prompts
 from .config import EngineConfig
 from .cpu_server import CpuServer
@@ -24,6 +24,7 @@ from .holdings import Holdings
 from .ladder import Knobs
 from .meters import DrainMeter
 from .offload import Offload
+from .own_policies import own_queue
 from .policy import Batching, Policy
 from .request import Request, State
 from .serving import Serving
@@ -92,8 +93,10 @@ class Scheduler:
         self.token_cap: int | None = None
         """Most tokens a step may compute after a step ran out of memory; None for no cap beyond the budget."""
         self.drain = DrainMeter()
+        self.viewed_at_fs = 0
+        """What the view says the time is."""
         self.view = EngineView(self)
-        self.waiting = policy.queue(self.view)
+        self.waiting = own_queue(policy.queue(self.view))
         self.aside: QueueWithAside | None = None
         """The queue once more, if the admission policy sets requests aside."""
         if admission.may_defer:
@@ -142,7 +145,9 @@ class Scheduler:
 
     @property
     def steady(self) -> bool:
-        """Whether a queue that stands still now stands still until somebody comes or goes, so that decode steps can be leapt over."""
+        """Whether a queue that stands still now stands still until somebody comes or goes, so that decode steps can be leapt over, if the
+        admission policy allows (`steps_of_no`).
+        """
         if not len(self.waiting) or len(self.running) >= self.config.max_num_seqs:
             return True
         if self._policy.eviction != "lru" and not self.config.reserve_full_prompt:
@@ -153,7 +158,14 @@ class Scheduler:
             return False  # a window's cached blocks may go, and those of another place, that a tier has, cost it less
         if self.growth.slides and self._policy.eviction != "lru" and self.starts.blocked is not None:
             return False  # which of the cached blocks that a window's head would find go, and when, is not known before
-        return self._admission.steady and self.waiting.steady
+        return self.waiting.steady
+
+    @property
+    def steps_of_no(self) -> int:
+        """For how many steps, the drafted one included, the admission policy need not be asked about the head of the queue again."""
+        if not len(self.waiting) or len(self.running) >= self.config.max_num_seqs:
+            return FOREVER
+        return self._admission.steps_of_no(self.view)
 
     @property
     def prompts_first(self) -> bool:
@@ -253,7 +265,7 @@ class Scheduler:
 
     def view_at(self, now_fs: int) -> EngineView:
         """The view for policies, at this time; while a step is planned ahead, at the time when that was decided."""
-        self.view.now_fs = now_fs - self.looks_back_fs
+        self.viewed_at_fs = now_fs - self.looks_back_fs
         return self.view
 
     def retire(self, request: Request) -> None:

@@ -13,6 +13,7 @@ from .admission import Admission
 from .batching import is_prompt
 from .config import ConfigError
 from .draft import Draft
+from .own_policies import own_victim
 from .policy import Policy
 from .request import Request, State
 from .tables import BlockTables
@@ -28,7 +29,8 @@ class Shortage:
         self._scheduler = scheduler
         self._tables = tables
         self._admission = admission
-        self._policy = policy
+        self._victim = own_victim(policy.victim)
+        self._swap = policy.swap
 
     def serve_in_order(self, draft: Draft, now_fs: int) -> None:
         """A step in which blocks are short: serve in admission order, taking from victims when there is no other way.
@@ -58,7 +60,7 @@ class Shortage:
                 position += 1
                 continue
             while (num_tokens := scheduler.serving.serve(request, asked, draft, now_fs)) is None:
-                victim: object = self._policy.victim(scheduler.running, scheduler.decode.known)
+                victim: object = self._victim(scheduler.running, scheduler.decode.known)
                 if not isinstance(victim, Request) or scheduler.running.get(victim.order) is not victim:
                     raise ConfigError(
                         f"the policy's victim is {victim!r}; it must be one of the {len(scheduler.running)} running requests"
@@ -122,7 +124,7 @@ class Shortage:
             victim.computed_high = max(victim.computed_high, victim.num_computed_tokens)
             victim.num_preemptions += 1
             scheduler.holdings.slide(victim, victim.num_computed_tokens, draft, now_fs)
-        swapped = self._policy.swap and scheduler.swapping.save(group, draft)
+        swapped = self._swap and scheduler.swapping.save(group, draft)
         why = "swapped out" if swapped else "preempted"
         for victim in reversed(group):
             draft.preempted.append(victim)

@@ -18,6 +18,7 @@ from .blocks import NO_BLOCK
 from .config import ConfigError
 from .draft import Draft, Share
 from .loads import Loading
+from .look import RequestLook
 from .offload import Offload
 from .relief import cap_output, is_paused
 from .request import Request
@@ -187,7 +188,9 @@ class Starts:
     def _may_start(self, request: Request, need: int, draft: Draft, now_fs: int) -> bool | None:
         """What the admission policy says of the head of the queue; None if that took it out of the line, aside or away."""
         scheduler = self._scheduler
-        said: bool | Rejection | Deferral | None = self._admission.may_start(request, need, scheduler.view_at(now_fs))
+        said: bool | Rejection | Deferral | None = self._admission.may_start(
+            RequestLook(request), need, scheduler.view_at(now_fs)
+        )
         if isinstance(said, Deferral):
             if scheduler.aside is None:
                 raise ConfigError(
@@ -259,5 +262,6 @@ class Starts:
         scheduler = self._scheduler
         if scheduler.num_slots_taken >= scheduler.config.max_num_seqs or is_paused(scheduler, request):
             return False
-        said = self._admission.may_start(request, len(scheduler.config.groups), scheduler.view_at(now_fs))
+        groups = len(scheduler.config.groups)
+        said = self._admission.may_start(RequestLook(request), groups, scheduler.view_at(now_fs))
         return bool(said) and not isinstance(said, Rejection | Deferral)

@@ -53,6 +53,8 @@ def steps_alike(draft: Draft, scheduler: Scheduler, room: int, taken: int | None
     loaded = scheduler.offload is not None and bool(scheduler.offload.loads.ready)
     if draft.turn_left and (scheduler.catching_up or len(scheduler.waiting) or scheduler.swapping.swapped or loaded):
         limit = min(limit, draft.turn_left)  # then it is the turn of those
+    if not draft.turn_left:
+        limit = min(limit, scheduler.steps_of_no)
     if max_steps is not None:
         limit = min(limit, max_steps)
     if scheduler.families:

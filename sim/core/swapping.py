@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .blocks import NO_BLOCK, BlockPool
+from .cpu_server import cpu_move
 from .draft import Draft, Share
 from .need import blocks_for, skipped_blocks
 from .request import Request, State
@@ -28,10 +29,13 @@ class Swapping:
         self.cpu_pool = BlockPool(scheduler.config.num_cpu_blocks)
         self.swapped: deque[Request] = deque()
         """Requests whose blocks are there; they go before anyone who waits."""
+        self.from_cpu: set[Request] = set()
+        """Those of them whom the CPU executor has served since they left the device."""
 
     def drop(self, request: Request) -> None:
         """Forget a swapped request that will not come back."""
         self.swapped.remove(request)
+        self.from_cpu.discard(request)
         self.free(request)
 
     def free(self, request: Request) -> None:
@@ -100,6 +104,8 @@ class Swapping:
                 shared.append(table.blocks[:full])
                 table.blocks += [next(left) for _ in range(stop, end)]
             draft.swap_ins.append((request.request_id, pairs))
+            if request in self.from_cpu:
+                draft.from_cpu.append(cpu_move(request, scheduler.config))
             self.drop(request)
             scheduler.run(request, now_fs)
             blocks = [block_id for block_id in request.table.blocks if block_id != NO_BLOCK]

@@ -6,12 +6,13 @@ way, those that cannot change within it; so a policy's answer is the same whethe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from .clock import to_s
-from .meters import DrainMeter
+from .look import Look
+from .meters import DrainView
 from .need import slots_needed
 from .request import Request, RequestSpec, State
 
@@ -19,14 +20,22 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 
-class RunningView:
+class RunningView(Look):
     """One running request, as a policy sees it: what its client asked for and what it holds, not how long it will be."""
 
     __slots__ = ("_request", "_scheduler")
 
+    _request: Request
+    _scheduler: Scheduler
+
     def __init__(self, request: Request, scheduler: Scheduler) -> None:
-        self._request = request
-        self._scheduler = scheduler
+        _set_request(self, request)
+        _set_scheduler(self, scheduler)
+
+    @property
+    def what(self) -> str:
+        """Which request."""
+        return f"running request {self.request_id!r}"
 
     @property
     def request_id(self) -> str:
@@ -79,20 +88,30 @@ class RunningView:
         return self._scheduler.decode.computed(self._request)
 
 
-class EngineView:
+_set_request: Callable[[RunningView, Request], None] = RunningView.__dict__["_request"].__set__
+_set_scheduler: Callable[[RunningView, Scheduler], None] = RunningView.__dict__["_scheduler"].__set__
+
+
+class EngineView(Look):
     """The engine, as a policy sees it."""
 
-    __slots__ = ("_scheduler", "now_fs")
+    __slots__ = ("_drain", "_scheduler")
+    _drain: DrainView
+    _scheduler: Scheduler
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.now_fs = 0
+        object.__setattr__(self, "_scheduler", scheduler)
+        object.__setattr__(self, "_drain", DrainView(scheduler.drain))
+
+    @property
+    def now_fs(self) -> int:
         """Now, in femtoseconds."""
+        return self._scheduler.viewed_at_fs
 
     @property
     def now_s(self) -> float:
         """Now, in seconds."""
-        return to_s(self.now_fs)
+        return to_s(self._scheduler.viewed_at_fs)
 
     @property
     def block_size(self) -> int:
@@ -225,9 +244,9 @@ class EngineView:
         return not scheduler.catching_up and (scheduler.offload is None or not scheduler.offload.loads.waiting)
 
     @property
-    def drain(self) -> DrainMeter:
+    def drain(self) -> DrainView:
         """How fast prompts are computed and requests leave, and how long their outputs were."""
-        return self._scheduler.drain
+        return self._drain
 
     def running(self) -> Iterator[RunningView]:
         """The admitted requests, oldest admission first. Only meaningful between steps (in `may_start`)."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .look import RequestLook
 from .request import Request, State
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class KeyedQueue(_Lanes):
     computed when it is queued and must not depend on when that is.
     """
 
-    def __init__(self, key: Callable[[Request], float], view: EngineView | None = None) -> None:
+    def __init__(self, key: Callable[[RequestLook], float], view: EngineView | None = None) -> None:
         super().__init__(view, [], [], heappop)  # of (key, arrival, number, request)
         self._key = key
 
@@ -137,7 +138,7 @@ class KeyedQueue(_Lanes):
 
     def put_back(self, request: Request) -> None:
         """Queue by key."""
-        heappush(self._lane(request), (self._key(request), request.arrival_fs, request.seq, request))
+        heappush(self._lane(request), (self._key(RequestLook(request)), request.arrival_fs, request.seq, request))
 
 
 def priority_queue(view: EngineView | None = None) -> KeyedQueue:

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.core.cpu_server import CpuExecutor
 from sim.core.engine import EngineCore
-from sim.core.plan import ScheduledRequest, StepPlan, StepResult
+from sim.core.plan import CpuMove, ScheduledRequest, StepPlan, StepResult
 from sim.core.policy import Batching, Policy
 from sim.core.preemption import VICTIMS
 from sim.core.request import RequestSpec
+from sim.core.rungs import LadderConfig, Rung
 from sim.core.waiting import FcfsQueue, priority_queue
 from sim.world.executors import ModelExecutor
 from tests.support.pressed_engines import COST, Load, loads
+from tests.support.roomy import TICK_S
 
 
 @dataclass
@@ -32,17 +35,32 @@ class ShadowMemory:
     slots: dict[tuple[int, int], object] = field(default_factory=dict)
     saved: dict[tuple[int, int], object] = field(default_factory=dict)
     """The same of the CPU pool."""
+    moved_at: dict[str, int] = field(default_factory=dict)
+    """Who went to the CPU executor, and how many tokens it had computed."""
     out: tuple[int, list[tuple[ScheduledRequest, ...]]] = (0, [])
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.settle(plan.step)
         for _, pairs in plan.swap_outs:
             self.copy(self.slots, self.saved, pairs)
+        for move in plan.to_cpu:
+            self.moved_at[move.request_id] = move.computed_tokens
+        for move in plan.from_cpu:
+            self.compute_on_cpu(move, dict(plan.swap_ins)[move.request_id])
         for _, pairs in plan.swap_ins:
             self.copy(self.saved, self.slots, pairs)
         self.copy(self.slots, self.slots, plan.copies)
         self.out = (plan.step, [plan.scheduled(ahead) for ahead in range(plan.repeat)])
         return ModelExecutor(COST).execute(plan)
+
+    def compute_on_cpu(self, move: CpuMove, pairs: Sequence[tuple[int, int]]) -> None:
+        """What the CPU executor has written into the blocks that come back from it."""
+        places = {block: cpu_block for cpu_block, block in pairs}
+        for index, (group, table) in enumerate(zip(self.core.config.groups, move.group_tables, strict=True)):
+            for token in range(self.moved_at[move.request_id], move.computed_tokens):
+                if block := table[token // group.block_size]:
+                    slot = (places[block], token % group.block_size)
+                    self.saved[slot] = (index, self.identity(move.request_id, token))
 
     def copy(
         self,
@@ -150,7 +168,35 @@ def test_every_request_reads_its_own_tokens_and_no_others(
     load: Load, policy: Policy | None, num_cpu_blocks: int, stepping: bool
 ) -> None:
     """I7 and I9: no block is shared wrongly, taken too early or written twice, on its way through the CPU pool either."""
-    load = Load(replace(load.config, num_cpu_blocks=num_cpu_blocks), load.requests, policy)
+    check_contents(Load(replace(load.config, num_cpu_blocks=num_cpu_blocks), load.requests, policy), stepping)
+
+
+on_cpu = st.builds(
+    lambda on, off, hold_s, token_s: Policy(
+        swap=True,
+        cpu_executor=CpuExecutor(token_s=token_s),
+        ladder=LadderConfig(
+            rungs=(Rung(action="run_on_cpu", on=on, off=on * off, hold_s=hold_s, value=0.1),), guard_priority=-1
+        ),
+    ),
+    st.sampled_from([0.2, 0.4]),
+    st.sampled_from([1.0, 0.5]),
+    st.sampled_from([0.0, 20 * TICK_S]),
+    st.sampled_from([4 * TICK_S, 12 * TICK_S, 40 * TICK_S]),
+)
+
+
+@settings(max_examples=100)
+@given(loads(windows=[None, 4, 9]), on_cpu, st.sampled_from([60, 400]), st.booleans())
+def test_so_it_does_when_it_goes_on_on_the_cpu_and_comes_back(
+    load: Load, policy: Policy, num_cpu_blocks: int, stepping: bool
+) -> None:
+    """What it takes along, computes there and brings back lies in each group where its tables say."""
+    check_contents(Load(replace(load.config, num_cpu_blocks=num_cpu_blocks), load.requests, policy), stepping)
+
+
+def check_contents(load: Load, stepping: bool) -> None:
+    """Run a load and look at every read."""
     shadows: list[ShadowMemory] = []
 
     def executor(core: EngineCore) -> ShadowMemory:

@@ -11,6 +11,7 @@ from sim.core.preemption import last_admitted, worst_priority
 from sim.core.rungs import ACTIONS, SIGNALS, LadderConfig, Rung
 from sim.core.waiting import FcfsQueue, priority_queue
 from sim.costs.constant import FixedCost
+from tests.support.leap_worlds import attention
 from tests.support.leaping import Scenario, assert_leap_equals_step, everything
 
 COST = FixedCost(0.005, per_token_s=0.0001, per_context_token_s=0.00001, per_copied_block_s=0.002)
@@ -62,6 +63,7 @@ def scenarios(draw):
     config = EngineConfig(
         num_gpu_blocks=draw(st.integers(2, 60)),
         block_size=block_size,
+        **draw(attention(block_size)),
         max_model_len=64,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_seqs, draw(st.sampled_from([4, 16]))),

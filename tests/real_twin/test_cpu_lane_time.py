@@ -9,7 +9,7 @@ from gpu.real_settings import RealSettings
 from sim.core.batch_shape import BatchShape
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import ScheduledRequest, StepPlan
+from sim.core.plan import CpuMove, ScheduledRequest, StepPlan
 from sim.core.request import RequestSpec
 
 
@@ -47,7 +47,7 @@ def test_a_step_is_timed_before_the_cpu_goes_on_with_who_came(monkeypatch):
         1,
         ScheduledRequest("s", 1, 9, (4, 5, 6), True),
         swap_outs=(("r", pairs),),
-        to_cpu=("r",),
+        to_cpu=(CpuMove(request_id="r", computed_tokens=9, most_tokens=20, group_tables=((1, 2, 3),)),),
         releases=(("r", (1, 2, 3)),),
     )
     assert happened == ["start", "stop", "start", "stop", "cpu"]

@@ -17,8 +17,15 @@ from gpu.real_settings import RealSettings
 from sim.core.batch_shape import BatchShape
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import ScheduledRequest, StepPlan, Untold
+from sim.core.plan import CpuMove, ScheduledRequest, StepPlan, Untold
 from sim.core.request import RequestSpec
+
+
+def move(computed_tokens: int, *tables: tuple[int, ...], most_tokens: int = 0) -> CpuMove:
+    """Of "r" to the CPU, or from it."""
+    return CpuMove(
+        request_id="r", computed_tokens=computed_tokens, most_tokens=most_tokens or computed_tokens, group_tables=tables
+    )
 
 
 def handed_over(target_device: str, moved_after: int) -> list[list[int]]:
@@ -89,11 +96,13 @@ def test_plans_move_a_request_to_the_cpu_and_back():
     for step in (1, 2, 3, 4):
         run(step, (1, 2, 3, 4), 8 + step)
     pairs = ((1, 3), (2, 4), (3, 5), (4, 6))
-    run(5, (), 0, 0, swap_outs=(("r", pairs),), to_cpu=("r",), releases=(("r", (1, 2, 3, 4)),))
+    to_cpu = (move(13, (1, 2, 3, 4), most_tokens=20),)
+    run(5, (), 0, 0, swap_outs=(("r", pairs),), to_cpu=to_cpu, releases=(("r", (1, 2, 3, 4)),))
     assert executor.pool.tags.num_held == 0
     assert executor.report()["moved_to_cpu"] == 1
     assert engine.tokens.answer("r") == alone
-    run(6, (5, 6, 7, 8), 15, swap_ins=(("r", ((3, 5), (4, 6), (5, 7), (6, 8))),))
+    back = (move(15, (5, 6, 7, 8)),)
+    run(6, (5, 6, 7, 8), 15, swap_ins=(("r", ((3, 5), (4, 6), (5, 7), (6, 8))),), from_cpu=back)
     for step in (7, 8, 9, 10):
         run(step, (5, 6, 7, 8, 9), 9 + step)
     assert engine.tokens.answer("r") == alone
@@ -124,7 +133,7 @@ def test_a_request_that_goes_on_on_the_cpu_gets_the_same_answer(back_after):
 
     context = steps((1, 2, 3, 4, 5, 6), 0, 9, 5)
     assert context == 13
-    lane.receive("r", forward.pool, (1, 2, 3, 4))
+    lane.receive(move(13, (1, 2, 3, 4), most_tokens=20), forward.pool)
     lane.catch_up()
     forward.pool.release("r", (1, 2, 3, 4, 5, 6))
     assert lane.guests == ("r",)
@@ -133,7 +142,7 @@ def test_a_request_that_goes_on_on_the_cpu_gets_the_same_answer(back_after):
     if back_after is None:
         lane.drop("r")
     else:
-        lane.give_back("r", forward.pool, (9, 8, 7, 6))
+        lane.give_back(move(13 + back_after, (9, 8, 7, 6)), forward.pool)
         steps((9, 8, 7, 6, 5, 4), context + back_after, 1, 12 - 5 - back_after)
     assert lane.guests == ()
     assert engine.tokens.answer("r") == alone
@@ -148,9 +157,9 @@ def test_nobody_is_on_the_cpu_twice():
     forward.pool.assign("r", (1,), 0)
     assert len(engine.tokens.tokens("r", 0, 3)) == 3
     engine.tokens.record("r", 3, 5)
-    lane.receive("r", forward.pool, (1,))
+    lane.receive(move(3, (1,), most_tokens=4), forward.pool)
     with pytest.raises(ValueError, match="r is on the CPU already"):
-        lane.receive("r", forward.pool, (1,))
+        lane.receive(move(3, (1,), most_tokens=4), forward.pool)
     lane.drop("r")
     with pytest.raises(KeyError):
         lane.drop("r")

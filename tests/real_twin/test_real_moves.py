@@ -15,7 +15,7 @@ from sim.core.batch_shape import BatchShape
 from sim.core.blocks import DoubleFreeError, IntegrityError
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
-from sim.core.plan import StepPlan, Untold
+from sim.core.plan import CpuMove, StepPlan, Untold
 from sim.core.request import RequestSpec
 from tests.support.moving_device import LAYOUT, Device
 
@@ -205,5 +205,6 @@ def test_what_the_executor_lacks_is_refused(device):
     with pytest.raises(IntegrityError, match="made without a CPU prefix tier"):
         device.begin(saves=((-1, ((1, 1),)),))
     other = Device()
-    with pytest.raises(IntegrityError, match="moves r to the CPU, but the executor was made without one"):
-        other.begin(swap_outs=(("r", ((1, 1),)),), to_cpu=("r",))
+    move = CpuMove(request_id="r", computed_tokens=4, most_tokens=8, group_tables=((1,),))
+    with pytest.raises(IntegrityError, match="moves r to the CPU, or from it, but the executor was made without one"):
+        other.begin(swap_outs=(("r", ((1, 1),)),), to_cpu=(move,))

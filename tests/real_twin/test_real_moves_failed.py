@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu.pool import PagedKVPool
 from sim.core.blocks import IntegrityError
-from sim.core.plan import Untold
+from sim.core.plan import CpuMove, Untold
 from tests.support.moving_device import Device, scheduled
 
 
@@ -134,6 +135,29 @@ def test_who_comes_back_in_a_step_that_failed_has_nothing_new_to_give_back(devic
     device.hold("a", [0, 0, 6], context=11)
     assert device.reads(6) == 13
     assert device.pool.tags.num_held == 1
+
+
+def test_who_comes_back_from_the_cpu_in_a_step_that_failed_gives_its_blocks_back(device):
+    """It has not been in a step with them when it gives way; they are nobody's afterwards."""
+
+    class Lane:
+        def receive(self, move: CpuMove, pool: PagedKVPool) -> None: ...
+
+        def give_back(self, move: CpuMove, pool: PagedKVPool) -> None:
+            pool.assign(move.request_id, move.group_tables[0], move.computed_tokens)
+
+    device.moves.cpu._lane = Lane()
+    device.owns("a", [1, 2, 3], context=11)
+    there = CpuMove(request_id="a", computed_tokens=11, most_tokens=16, group_tables=((1, 2, 3),))
+    device.begin(swap_outs=(("a", ((1, 1), (2, 2), (3, 3))),), to_cpu=(there,), releases=(("a", (1, 2, 3)),))
+    device.end()
+    back = CpuMove(request_id="a", computed_tokens=12, most_tokens=12, group_tables=((4, 5, 6),))
+    device.begin(swap_ins=(("a", ((1, 4), (2, 5), (3, 6))),), from_cpu=(back,))
+    device.moves.take_back([scheduled("a", [4, 5, 6, 7], 12)])
+    device.pool.end_step()
+    assert device.pool.tags.num_held == 3
+    device.begin(releases=(("a", (4, 5, 6)),), preempted=("a",))
+    assert device.pool.tags.num_held == 0
 
 
 def test_a_prefix_that_was_to_be_written_in_the_failed_step_is_nobody_s(device):

@@ -220,7 +220,7 @@ victim = "my_policies:oldest"
         choose(admission={"policy": "my_policies:Rest", "above_tokens": 100, "note": "x"})
     mine = choose(queue="my_policies:LongestFirst", victim="my_policies:oldest")
     core = EngineCore(EngineConfig(num_gpu_blocks=8), policy=mine)
-    assert type(core._scheduler.waiting).__name__ == "LongestFirst"
+    assert type(core._scheduler.waiting._queue).__name__ == "LongestFirst"
 
 
 BROKEN = """

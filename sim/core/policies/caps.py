@@ -14,8 +14,9 @@ from math import inf
 
 from ..admission import AdmissionBase, Displacement, Rejection
 from ..config import ConfigError
+from ..look import RequestLook
 from ..meters import Rate
-from ..request import Request, RequestSpec
+from ..request import RequestSpec
 from ..view import EngineView
 from .promises import Drain, Promises
 
@@ -222,7 +223,7 @@ class MaxRunning(AdmissionBase):
             raise ConfigError(f"the limit on running requests is {limit}; it must be at least 1")
         self.limit = limit
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Count who runs."""
         return view.num_running < self.limit
 
@@ -239,6 +240,6 @@ class MaxKvBlocks(AdmissionBase):
             raise ConfigError(f"the limit on KV blocks is {limit}; it must be at least 1")
         self.limit = limit
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare what would be in use with the limit."""
         return not view.num_running or view.num_owned_blocks + need_blocks <= self.limit

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from ..admission import Rejection
 from ..clock import FS_PER_S, to_fs, to_s
 from ..config import ConfigError
-from ..request import Request, RequestSpec
+from ..look import RequestLook
+from ..request import RequestSpec
 from ..view import EngineView
 from .caps import FrontDoor, Level
 from .promises import Drain
@@ -72,7 +73,7 @@ class TtftDeadline(FrontDoor):
             f"{(before + spec.input_tokens) / rate:.1f} s of the {deadline_s:g} s it has",
         )
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Send away what has become too late; what has had its first token is past its deadline's reach."""
         deadline_s = self.deadline_s(request.spec)
         if not self._shed_late or deadline_s is None or request.first_token_fs is not None:

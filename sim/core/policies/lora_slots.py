@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..admission import AdmissionBase, Deferral, Rejection
 from ..config import ConfigError
-from ..request import Request
+from ..look import RequestLook
 from ..view import EngineView
 
 
@@ -26,7 +26,7 @@ class LoraSlots(AdmissionBase):
         self.max_loras = max_loras
         self.give_up_after_s = give_up_after_s
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection | Deferral:
         """Count the adapters that run."""
         wanted = request.spec.namespace.lora
         if not wanted:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..admission import AdmissionBase, Rejection
+from ..admission import FOREVER, AdmissionBase, Rejection
 from ..config import ConfigError
-from ..request import Request, RequestSpec
+from ..look import RequestLook
+from ..request import RequestSpec
 from ..view import EngineView
 from .running_sums import RunningSums
 
@@ -62,8 +63,8 @@ class NewTokenRatio(AdmissionBase):
     windows are not credited, and nor are larger blocks. Source: SGLang v0.5.17 `PrefillAdder`, `retract_decode` (§1.3.3
     to 1.3.5).
 
-    Not steady: the ratio falls, and what running requests may still add gets less, while they only decode; so a no can turn
-    into a yes at any step, and the engine asks at every one.
+    Not steady: the ratio falls, and what running requests may still add gets less, while they only decode; so a no turns into a yes at
+    some step. How soon it can at the earliest is known.
     """
 
     steady = False
@@ -73,6 +74,11 @@ class NewTokenRatio(AdmissionBase):
         self._ratio = self.settings.first
         self._clock = 0
         self._sums = RunningSums(self.settings.clip_new_tokens)
+        self._short = 0.0
+        """By how many tokens the latest request missed what it asks for, before what the running may add is counted; 0 if it has nothing to
+        do with that."""
+        self._to_come = 0
+        """What they could add then."""
 
     def ratio(self, view: EngineView) -> float:
         """The ratio now: it is kept as of the last retraction or idle moment, and falls linearly from there."""
@@ -86,8 +92,9 @@ class NewTokenRatio(AdmissionBase):
             self._set(self.settings.first, view)
         return None
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare tokens, in whole pages."""
+        self._short = 0.0
         if not view.num_running:
             return True
         page, free = view.block_size, view.num_free_blocks
@@ -98,7 +105,30 @@ class NewTokenRatio(AdmissionBase):
         asked = need_blocks * page + groups * (to_come + page)
         if asked >= free * page:  # no need to look at everybody
             return False
-        return asked < free * page - self.ratio(view) * groups * self._sums.to_come(view)
+        self._to_come = self._sums.to_come(view)
+        self._short = free * page - asked
+        return asked < free * page - self.ratio(view) * groups * self._to_come
+
+    def steps_of_no(self, view: EngineView) -> int:
+        """Until the ratio, and what running requests may add, could have fallen far enough: each of those loses at most a token a step."""
+        if not self._short:
+            return FOREVER  # too few blocks are free, and they get fewer
+        low, high = 1, self.settings.decay_steps + self.settings.clip_new_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._short_of(middle - 1, view):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _short_of(self, steps: int, view: EngineView) -> bool:
+        """Whether the latest request would be short so many steps from now, if nobody came and no block were taken; with a token to
+        spare, as this is arithmetic with fractions.
+        """
+        ratio = max(self.settings.floor, self.ratio(view) - self.settings.step * steps)
+        left = max(self._to_come - steps * view.num_running, 0)
+        return self._short + 1 <= ratio * view.num_groups * left
 
     def preempted(self, view: EngineView) -> None:
         """Raise the ratio to what the survivors have really used of their caps."""

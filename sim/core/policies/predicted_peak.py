@@ -27,10 +27,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import erfc, sqrt
 
-from ..admission import AdmissionBase, Rejection
+from ..admission import FOREVER, AdmissionBase, Rejection
 from ..config import ConfigError
+from ..look import RequestLook
 from ..need import blocks_for
-from ..request import Request
 from ..view import EngineView
 from .survival import Survival
 
@@ -105,8 +105,8 @@ class PredictedPeak(AdmissionBase):
     Output lengths are learned from the requests that finish here (by tenant, once it has 64) and from those that run, or given as
     `quantiles`, `(share, tokens)` pairs. Until something has finished every request may reach its cap, as in full reservation.
 
-    Not steady: as requests grow older their chances change, so a no can turn into a yes with any step. The prediction is renewed every
-    block_size decode steps, and when lengths are learned anew; in between, who starts is counted in, as old as it is then, and who
+    Not steady: as requests grow older their chances change, so a no can turn into a yes. The prediction is renewed every block_size
+    decode steps, and when lengths are learned anew; in between, who starts is counted in, as old as it is then, and who
     leaves is counted out.
     """
 
@@ -127,14 +127,25 @@ class PredictedPeak(AdmissionBase):
         self._moments: list[tuple[float, float]] = []
         self._equal: dict[tuple[float, ...], tuple[float, ...]] = {}
         self._parts: dict[str, Part] = {}  # by request id, as of the latest renewal
+        self._predicted = False  # whether the latest answer rests on one
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the probability at the worst moment with the risk."""
+        self._predicted = False
         if not view.num_running:
             return True
-        return need_blocks <= view.num_free_blocks and self.probability(request, view) <= self.risk
+        if need_blocks > view.num_free_blocks:
+            return False
+        self._predicted = True
+        return self.probability(request, view) <= self.risk
 
-    def probability(self, request: Request, view: EngineView) -> float:
+    def steps_of_no(self, view: EngineView) -> int:
+        """Until the prediction is renewed."""
+        if not self._predicted:
+            return FOREVER  # too few blocks are free, and they get fewer
+        return view.block_size - view.decode_clock % view.block_size if view.has_full_attention else 1
+
+    def probability(self, request: RequestLook, view: EngineView) -> float:
         """P(the running requests and this one come to need more than the pool), at the worst moment."""
         self._renew(view)
         own = self._curve(

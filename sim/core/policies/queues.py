@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from ..clock import to_fs
 from ..config import ConfigError
+from ..look import RequestLook
 from ..request import Request, RequestSpec
 from ..view import EngineView
 from ..waiting import FcfsQueue, KeyedQueue, WaitingQueue
@@ -37,7 +38,7 @@ def shortest_predicted_queue(view: EngineView) -> KeyedQueue:
     request is queued. Long requests starve as long as short ones keep coming; add a deadline or a cap where that matters.
     """
 
-    def predicted(request: Request) -> float:
+    def predicted(request: RequestLook) -> float:
         cap = view.output_cap(request.spec)
         mean = view.drain.outputs.mean(request.spec.tenant)
         return max(min(cap, cap if mean is None else mean) - request.num_output_tokens, 1)
@@ -59,7 +60,7 @@ def deadline_queue(deadline_s: float | Mapping[int, float], *, late_last: bool =
         given_s = deadline_s.get(spec.priority) if isinstance(deadline_s, Mapping) else deadline_s
         return arrival_fs + (to_fs(given_s) if given_s is not None else NEVER_FS)
 
-    def key(request: Request) -> float:
+    def key(request: RequestLook) -> float:
         # What has had its first token is late for nothing, and was the longest here.
         return -1 if request.first_token_fs is not None else due_fs(request.spec, request.arrival_fs)
 
@@ -80,7 +81,7 @@ class DeferringQueue:
 
     steady = False
 
-    def __init__(self, view: EngineView, due_fs: Callable[[Request], float]) -> None:
+    def __init__(self, view: EngineView, due_fs: Callable[[RequestLook], float]) -> None:
         self._view = view
         self._due_fs = due_fs
         self._hopeful = KeyedQueue(due_fs, view)
@@ -105,7 +106,7 @@ class DeferringQueue:
     def head(self, *, important: bool = False) -> Request | None:
         """The most urgent that is not late; of the late ones the oldest."""
         while (request := self._hopeful.head(important=important)) is not None:
-            if not 0 <= self._due_fs(request) < self._view.now_fs:
+            if not 0 <= self._due_fs(RequestLook(request)) < self._view.now_fs:
                 return request
             self._hopeful.pop(request)
             self._late.put_back(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..admission import AdmissionBase, Rejection
 from ..config import ConfigError, EngineConfig
-from ..request import Request
+from ..look import RequestLook
 from ..view import EngineView, RunningView
 
 
@@ -38,9 +38,9 @@ class FullReservation(AdmissionBase):
         self._uncapped = 0
         self._example = ""
 
-    def worst_case(self, spec: Request | RunningView, view: EngineView) -> int:
+    def worst_case(self, spec: RequestLook | RunningView, view: EngineView) -> int:
         """Blocks that this request is given the right to."""
-        known = spec.spec if isinstance(spec, Request) else spec
+        known = spec.spec if isinstance(spec, RequestLook) else spec
         return min(view.blocks_to_finish(known, view.output_cap(known)), self._num_blocks)
 
     def unreserved(self, view: EngineView) -> int:
@@ -62,7 +62,7 @@ class FullReservation(AdmissionBase):
             self._unreserved = view.num_free_blocks - reserved - view.blocks_to_copy
         return self._unreserved
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare the worst case with what is neither held nor reserved."""
         if not view.num_running:
             self._judged.discard(request.request_id)
@@ -80,7 +80,7 @@ class FullReservation(AdmissionBase):
         self._note(request, need_blocks, free, need, view)
         return False
 
-    def _note(self, request: Request, need_blocks: int, free: int, need: int, view: EngineView) -> None:
+    def _note(self, request: RequestLook, need_blocks: int, free: int, need: int, view: EngineView) -> None:
         """Count what a request waits for, once: at its first refusal, which falls in the same step whether the engine leaps or not."""
         if request.request_id in self._judged:
             return
@@ -129,6 +129,6 @@ class ContiguousReservation(FullReservation):
                 f"but the pool has {config.num_gpu_blocks}; lower max_model_len"
             )
 
-    def worst_case(self, spec: Request | RunningView, view: EngineView) -> int:
+    def worst_case(self, spec: RequestLook | RunningView, view: EngineView) -> int:
         """The same piece for everybody."""
         return self._piece

@@ -9,7 +9,8 @@ from math import ceil
 from ..admission import AdmissionBase, Rejection
 from ..clock import FS_PER_S
 from ..config import ConfigError, EngineConfig
-from ..request import Request, RequestSpec
+from ..look import RequestLook
+from ..request import RequestSpec
 from ..view import EngineView
 from .promises import EARLY_FS
 
@@ -119,7 +120,7 @@ class PriorityShares(AdmissionBase):
             )
         self._guaranteed = {priority: int(share * config.num_gpu_blocks) for priority, share in sorted(shares.items())}
 
-    def may_start(self, request: Request, need_blocks: int, view: EngineView) -> bool | Rejection:
+    def may_start(self, request: RequestLook, need_blocks: int, view: EngineView) -> bool | Rejection:
         """Compare what would be left with what is guaranteed to the more important."""
         if not view.num_running:
             return True
