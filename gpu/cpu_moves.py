@@ -43,7 +43,6 @@ class CpuMoves:
         requests on the CPU. A plan that needs one that is not there is refused with IntegrityError.
         """
         self._pool, self._ops, self._mover, self._tier, self._lane = pool, ops, mover, tier, lane
-        self._on_cpu: dict[str, frozenset[int]] = {}  # core's CPU blocks of requests that are served there
         self._sums: dict[
             int, tuple[int, int]
         ] = {}  # by the core's CPU block: step and checksum of what was saved (checked mode)
@@ -115,16 +114,11 @@ class CpuMoves:
             )
         return self._tier
 
-    def to_cpu(self, move: CpuMove, pairs: Pairs) -> None:
+    def to_cpu(self, move: CpuMove) -> None:
         """A request goes on on the CPU."""
-        lane, name = self._needed_lane(move), move.request_id
-        slots = frozenset(slot for _, slot in pairs)
-        for guest in [guest for guest, kept in self._on_cpu.items() if kept & slots]:
-            lane.drop(guest)  # it ended there: the core has given its place to another
-            del self._on_cpu[guest]
+        lane = self._needed_lane(move)
         with self._pool.beside():
             lane.receive(move, self._pool)
-        self._on_cpu[name] = slots
         self.moved_to_cpu += 1
 
     def from_cpu(self, move: CpuMove) -> None:
@@ -132,7 +126,11 @@ class CpuMoves:
         lane = self._needed_lane(move)
         with self._pool.beside():
             lane.give_back(move, self._pool)
-        del self._on_cpu[move.request_id]
+
+    def end_on_cpu(self, name: str) -> None:
+        """A request has ended there. Raises KeyError when it is not there."""
+        assert self._lane is not None  # it was moved there
+        self._lane.drop(name)
 
     def catch_up(self) -> None:
         """What the CPU computes for itself; called when the device's step has been timed."""

@@ -101,7 +101,7 @@ class PlanMoves:
         leaving, coming = ({move.request_id: move for move in moves} for moves in (plan.to_cpu, plan.from_cpu))
         for request_id, pairs in plan.swap_outs:
             if request_id in leaving:
-                self._put(f"move to the CPU of {request_id}", partial(self.cpu.to_cpu, leaving[request_id], pairs))
+                self._put(f"move to the CPU of {request_id}", partial(self.cpu.to_cpu, leaving[request_id]))
             else:
                 self._put(f"swap-out of {request_id}", partial(self.cpu.swap_out, request_id, pairs))
         for request_id, blocks in releases:
@@ -115,6 +115,8 @@ class PlanMoves:
                 self._put(f"move from the CPU of {request_id}", partial(self._from_cpu, coming[request_id]))
             else:
                 self._put(f"swap-in of {request_id}", partial(self.cpu.swap_in, request_id, pairs))
+        for request_id in plan.ended_on_cpu:
+            self._put(f"end of {request_id} on the CPU", partial(self.cpu.end_on_cpu, request_id))
         for request_id, _, pairs in plan.loads:
             self._put(f"load for {request_id}", partial(self._load, request_id, pairs))
         self._drain()

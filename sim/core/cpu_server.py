@@ -105,6 +105,7 @@ class CpuServer:
     def free(self, request: Request) -> None:
         """One that was stopped is gone."""
         del self.leaving[request]
+        self._scheduler.swapping.ended_on_cpu.append(request.request_id)
         self._scheduler.swapping.free(request)
 
     @property

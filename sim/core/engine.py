@@ -179,6 +179,7 @@ class EngineCore(EngineFacts):
             loads=loads,
             to_cpu=tuple(decisions.to_cpu),
             from_cpu=tuple(decisions.from_cpu),
+            ended_on_cpu=scheduler.swapping.take_ended(),
             releases=as_told(decisions.released),
             forks=tuple(decisions.forked),
             admitted=tuple(decisions.admitted),

@@ -84,6 +84,10 @@ class StepPlan:
     """Those of the swap-outs that go on on the CPU executor, until they are swapped in or have all their tokens."""
     from_cpu: tuple[CpuMove, ...] = ()
     """Those of the swap-ins that come from there; the tables are the ones that they come to have."""
+    ended_on_cpu: tuple[str, ...] = ()
+    """Those who went there and have ended since the previous plan, served there or waiting to come back. What they had there is free;
+    their CPU blocks alone do not tell it, because who waits to come back gives up those that it needs no more.
+    """
     releases: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """`(request_id, block_ids)` given back since the previous plan."""
     forks: tuple[tuple[str, str, tuple[int, ...]], ...] = ()

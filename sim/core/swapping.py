@@ -31,9 +31,21 @@ class Swapping:
         """Requests whose blocks are there; they go before anyone who waits."""
         self.from_cpu: set[Request] = set()
         """Those of them whom the CPU executor has served since they left the device."""
+        self.ended_on_cpu: list[str] = []
+        """As `StepPlan.ended_on_cpu`: those of whom no plan has told yet."""
+
+    def take_ended(self) -> tuple[str, ...]:
+        """Who has ended on the CPU since this was asked last."""
+        ended, self.ended_on_cpu = tuple(self.ended_on_cpu), []
+        return ended
 
     def drop(self, request: Request) -> None:
         """Forget a swapped request that will not come back."""
+        if request in self.from_cpu:
+            self.ended_on_cpu.append(request.request_id)
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
         self.swapped.remove(request)
         self.from_cpu.discard(request)
         self.free(request)
@@ -106,7 +118,7 @@ class Swapping:
             draft.swap_ins.append((request.request_id, pairs))
             if request in self.from_cpu:
                 draft.from_cpu.append(cpu_move(request, scheduler.config))
-            self.drop(request)
+            self._leave(request)
             scheduler.run(request, now_fs)
             blocks = [block_id for block_id in request.table.blocks if block_id != NO_BLOCK]
             scheduler.holdings.hold(request, len(blocks), now_fs)

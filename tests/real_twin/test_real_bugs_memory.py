@@ -24,7 +24,7 @@ import torch
 from experiments import real_run
 from gpu import device as device_module
 from gpu import executor as executor_module
-from gpu import real_engine
+from gpu import real_engine, run_room
 from gpu.device import DeviceFacts
 from gpu.metering import StorageMeter
 from gpu.op_timeline import OpTimeline
@@ -52,7 +52,7 @@ def test_b33_partial_results_of_splits_are_sized_before_the_pool(monkeypatch):
     specs = [spec(f"r{i}", 6, 8) for i in range(4)]
     sizes = {}
     for splits in (1, 4):
-        monkeypatch.setattr(real_engine, "decode_splits", lambda *given, splits=splits: splits)
+        monkeypatch.setattr(run_room, "decode_splits", lambda *given, splits=splits: splits)
         driver = RealDriver(specs, num_gpu_blocks=40, block_size=4, max_num_seqs=64, max_num_batched_tokens=64)
         driver.add()
         driver.run()
@@ -162,6 +162,11 @@ def test_b38_the_device_is_measured_once_before_anything_is_taken(monkeypatch):
             seen["others"] = settings.others_bytes
             raise Stop
 
+    free = facts(None).free_bytes
+    trace.clear()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, gpu.total_bytes))
+    monkeypatch.setattr(run_room, "decode_splits", lambda *given: 1)
     monkeypatch.setattr(device_module, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(device_module, "device_facts", facts)
     monkeypatch.setattr(real_engine, "RealEngine", Engine)

@@ -10,11 +10,12 @@ import torch
 
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
 from experiments.validation.scenarios import SmallScenario
-from experiments.validation.worlds import changed_answers, first_difference, preset, with_engine
+from experiments.validation.worlds import changed_answers, first_difference, preset
 from gpu.cpu_moves import CpuMoves
 from gpu.executor import TorchExecutor
 from gpu.pool import PoisonedReadError
 from sim.core.plan import StepPlan, StepResult
+from tests.support.scenarios import with_engine
 from tests.support.steady_timer import SteadyTimer
 
 RUNG = {"action": "run_on_cpu", "signal": "kv_usage", "on": 0.6, "off": 0.4, "hold_s": 0.0, "value": 0.4}

@@ -27,10 +27,10 @@ def test_a_hybrid_model_runs_from_the_command_line(capsys):
     assert (summary["finished"], summary["failed"]) == (6, 0)
     (report,) = summary["executors"]
     assert report["fallbacks"] == []
-    # 301 blocks of two places of 16 tokens, K and V of two heads of 16 float32; and two scales a place.
-    assert report["bytes"]["kv_cache"] == 301 * 2 * 16 * 2 * 2 * 16 * 4 + 2 * 2 * 4
+    # 301 blocks of two places of 16 tokens, K and V of two heads of 16 float32; and two scales for each of five layers.
+    assert report["bytes"]["kv_cache"] == 301 * 2 * 16 * 2 * 2 * 16 * 4 + 5 * 2 * 4
     assert report["blocks"] == {"allocated": 0, "quarantined": 0, "free": 300}
-    assert report["bytes"]["kv_cache"] - 16 == 301 * build_ledger("tiny-hybrid-test", ANY_GPU).layout.block_bytes
+    assert report["bytes"]["kv_cache"] - 40 == 301 * build_ledger("tiny-hybrid-test", ANY_GPU).layout.block_bytes
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sim.core.clock import to_fs
 from sim.core.config import EngineConfig
 from sim.core.engine import EngineCore
 from sim.core.forking import Forking
-from sim.core.policies import PRESETS
+from sim.core.policies import preset_of
 from sim.core.request import Outcome, samples
 from tests.support.real_driver import RealDriver, spec
 
@@ -75,8 +75,8 @@ def test_each_step_of_a_stretch_counts_the_blocks_that_the_core_owns_in_it(size,
         max_num_batched_tokens=8,
         sliding_window=window,
     )
-    made = PRESETS["vllm-v1"](config)
-    core = EngineCore(made.configure(config), policy=made.policy)
+    made = preset_of("vllm-v1", config)
+    core = EngineCore(made.config, policy=made.policy)
     asked = spec("r", 5, 40)
     settings = RealSettings(shape=shape, checked=True, num_threads=1)
     executor = RealEngine(settings, [asked], on_step=readings.append).executor(core)
