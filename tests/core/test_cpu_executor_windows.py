@@ -120,4 +120,27 @@ def test_one_whose_client_leaves_before_it_is_back_leaves_nothing():
     engine.abort("low")
     assert (low.outcome, room_taken(engine)) == (Outcome.ABORTED, 0)
     assert not engine.core._scheduler.swapping.from_cpu
+    assert engine.step().plan.ended_on_cpu == ("low",)
+    assert engine.step().plan.ended_on_cpu == ()
     engine.run()
+
+
+def test_who_ends_on_the_cpu_is_told_by_name_and_who_comes_back_is_not():
+    """ "low" has all its tokens there; in the tests above it comes back, and no plan says that it ended there."""
+    engine = engine_with(RUNG, num_gpu_blocks=30)
+    engine.add("high", 9, 20, priority=0)
+    low = engine.add("low", 13, 4, priority=2)
+    told = []
+    while engine.core.num_unfinished:
+        plan = engine.step().plan
+        told += [(low.state, name) for name in plan.ended_on_cpu]
+    assert told == [(State.ENDED, "low")]
+
+    engine = engine_with(RUNG, num_gpu_blocks=30)
+    engine.add("high", 9, 5, priority=0)
+    engine.add("low", 13, 10, priority=2)
+    plans = []
+    while engine.core.num_unfinished:
+        plans.append(engine.step().plan)
+    assert [move.request_id for plan in plans for move in plan.from_cpu] == ["low"]
+    assert [name for plan in plans for name in plan.ended_on_cpu] == []

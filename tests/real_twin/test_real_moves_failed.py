@@ -160,6 +160,38 @@ def test_who_comes_back_from_the_cpu_in_a_step_that_failed_gives_its_blocks_back
     assert device.pool.tags.num_held == 0
 
 
+def test_who_waits_to_come_back_may_have_lost_cpu_blocks_to_another(device):
+    """On the CPU "a" had blocks 1 to 4, and waits with 1 to 3, which is all that its tokens need: the fourth is "b"'s from then on.
+    Each is there until the plan says that it comes back, or has ended.
+    """
+    lane: list[str] = []
+
+    class Lane:
+        def receive(self, move: CpuMove, pool: PagedKVPool) -> None:
+            lane.append(move.request_id)
+
+        def give_back(self, move: CpuMove, pool: PagedKVPool) -> None:
+            lane.remove(move.request_id)
+            pool.assign(move.request_id, move.group_tables[0], move.computed_tokens)
+
+        def drop(self, name: str) -> None:
+            lane.remove(name)
+
+    device.moves.cpu._lane = Lane()
+    for name, blocks, pairs in (("a", (1, 2, 3), ((1, 1), (2, 2), (3, 3))), ("b", (4, 5), ((4, 4), (5, 5)))):
+        device.owns(name, list(blocks), context=4 * len(blocks) - 1)
+        there = CpuMove(request_id=name, computed_tokens=4 * len(blocks) - 1, most_tokens=16, group_tables=(blocks,))
+        device.begin(swap_outs=((name, pairs),), to_cpu=(there,), releases=((name, blocks),))
+        device.end()
+    assert lane == ["a", "b"]
+    back = CpuMove(request_id="a", computed_tokens=12, most_tokens=12, group_tables=((6, 7, 8),))
+    device.begin(swap_ins=(("a", ((1, 6), (2, 7), (3, 8))),), from_cpu=(back,))
+    device.end()
+    device.begin(ended_on_cpu=("b",))
+    device.end()
+    assert lane == []
+
+
 def test_a_prefix_that_was_to_be_written_in_the_failed_step_is_nobody_s(device):
     """`reader` was to read block 2 in the step in which `writer` was to write it: its context is only what was there before."""
     device.owns("reader", [1], context=4)
