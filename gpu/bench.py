@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
+from .decode_account import HEAD_DIM, KV_HEADS, Q_HEADS
+from .decode_account import SHAPES as DECODE_SHAPES
 from .decode_graphs import CudaCapture
-from .kernels.attention import DecodeCall, choose_splits
+from .kernels.attention import DecodeCall
 from .kernels.block_rows import BlockRows
 from .kernels.launch import KVView, Launch
 from .kernels.sampling import SampleCall
+from .kernels.splits import choose_splits, resident_programs
 from .layout import KVLayout
 from .ops import Ops
 from .require import require
 
-DECODE_SHAPES = ((1, 8192), (16, 8192), (64, 8192), (128, 4096), (256, 2048))
-"""(sequences, KV tokens of each) that decode attention is timed at: 32 query heads, 8 KV heads of 128, bfloat16."""
-Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+BLOCK_SIZE = 16
 SWEEP = ((32, 5, 4), (32, 3, 4), (32, 7, 4), (64, 5, 4), (64, 3, 4), (64, 2, 4), (64, 5, 8), (128, 3, 8))
 """(positions of a tile, stages, warps) that decode attention is tried with."""
 
@@ -127,8 +128,14 @@ def _median(call: Callable[[], Any]) -> float:
 
 def time_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -> Timing:
     """Decode attention of one layer, blocks in random order."""
-    sms = torch.cuda.get_device_properties(ops.device).multi_processor_count
-    splits = choose_splits(num_seqs=batch_size, num_kv_heads=KV_HEADS, max_tokens=context_tokens, num_sms=sms)
+    properties = torch.cuda.get_device_properties(ops.device)
+    splits = choose_splits(
+        num_seqs=batch_size,
+        num_kv_heads=KV_HEADS,
+        max_tokens=context_tokens,
+        num_sms=properties.multi_processor_count,
+        programs_per_sm=resident_programs((properties.major, properties.minor)),
+    )
     call = _decode_call(ops.device, batch_size, context_tokens, splits)
     return _decode_timing("", call, lambda: ops.decode_attention(call), speed)
 
