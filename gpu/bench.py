@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .decode_account import HEAD_DIM, KV_HEADS, Q_HEADS
-from .decode_account import SHAPES as DECODE_SHAPES
+from .decode_account import SHAPES
 from .decode_graphs import CudaCapture
 from .kernels.attention import DecodeCall
 from .kernels.block_rows import BlockRows
@@ -92,7 +92,7 @@ def run() -> Iterator[Timing]:
     copied = time_copy(device)
     speed = copied.copy_bytes_per_s
     yield copied
-    for batch_size, context_tokens in DECODE_SHAPES:
+    for batch_size, context_tokens in SHAPES:
         yield time_decode(ops, batch_size, context_tokens, speed)
     yield from time_others(ops, speed)
 
