@@ -152,10 +152,9 @@ def _account_lines(reports: Sequence[CompileReport], width: int) -> list[str]:
         )
     shapes = _decode_shapes(reports)
     if shapes:
-        lines += [
-            "",
-            f"{'decode attention, bf16, 32/8 heads of 128':<{width}}{'card':<20}{'splits':>7}{'programs':>10}{'waves':>8}{'merge':>10}{'share':>8}",
-        ]
+        title = "decode attention, bf16, 32/8 heads of 128"
+        head = f"{title:<{width}}{'card':<20}{'splits':>7}{'programs':>10}{'waves':>8}{'merge':>10}{'share':>8}"
+        lines += ["", head]
     for each in shapes:
         lines.append(
             f"{f'{each.batch_size} x {each.context_tokens}':<{width}}{each.gpu.name:<20}{each.num_splits:>7}{number(each.programs):>10}"

@@ -25,11 +25,11 @@ CARDS = {80: "a100-sxm-80gb", 89: "l40s-48gb", 90: "h200-sxm-141gb", 100: "b200-
 """The card an account is for, by compute capability: of those in the catalogue the one with the fastest memory."""
 
 LATENCY_NS = 1000
-"""Assumed time of one read of a memory that is kept busy: an assumption, measured by nobody here. Of an idle memory it is 466 clocks on an A100
-and 479 on an H100, about 300 ns; it grows as queues fill. **Source of the idle figures:** Luo et al. (arXiv:2402.13499), table of latencies.
+"""Assumed time of one read of a memory that is kept busy: an assumption, which nobody here has measured. Of an idle memory it is 466 clocks
+on an A100 and 479 on an H100, about 300 ns; it grows as queues fill. **Source of the idle figures:** Luo et al. (arXiv:2402.13499).
 """
 QUARTERS = 4
-"""Warp schedulers of a multiprocessor, each of which carries out one instruction of a warp a clock. **Source:** CUDA C++ Programming Guide."""
+"""Warp schedulers of a multiprocessor; each carries out one instruction of a warp a clock. **Source:** CUDA C++ Programming Guide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The bandwidth account of decode attention at the shapes that it is timed at: how it is split, and what that costs. Computed, not measured."""
+"""The bandwidth account of decode attention at the shapes that it is timed at: how it is split, what that costs. Computed, not measured."""
 
 from __future__ import annotations
 

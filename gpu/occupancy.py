@@ -40,8 +40,8 @@ LIMITS: dict[int, SmLimits] = {
     100: SmLimits(shared_bytes=228 * 1024, warps=64, programs=32, flops_per_clock=8192),
     120: SmLimits(shared_bytes=100 * 1024, warps=48, programs=24, flops_per_clock=1024),
 }
-"""By compute capability. **Sources:** CUDA C++ Programming Guide 13.0, table "Technical Specifications per Compute Capability"; rates of the
-matrix units: NVIDIA's architecture white papers (A100, Ada, H100, Blackwell, RTX Blackwell)."""
+"""By compute capability. **Sources:** CUDA C++ Programming Guide 13.0, table "Technical Specifications per Compute Capability"; rates of
+the matrix units: NVIDIA's architecture white papers (A100, Ada, H100, Blackwell, RTX Blackwell)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,7 +279,7 @@ def test_tests_that_need_the_device_for_themselves_are_run_alone(tmp_path, monke
         junit = next(flag for flag in command if flag.startswith("--junitxml=")).partition("=")[2]
         Path(junit).write_text('<testsuite><testcase classname="a" name="b"/></testsuite>', encoding="utf-8")
         files = [Path(file).name for file in command if file.endswith(".py")]
-        ran.append((command[command.index("-m", 2) + 2], "-n" in command, "test_real_bugs_memory.py" in files))
+        ran.append((command[command.index("-m", 2) + 1], "-n" in command, "test_real_bugs_memory.py" in files))
         assert "--continue-on-collection-errors" in command
         return Passed()
 
