@@ -207,12 +207,13 @@ def timing_row(timing: Timing, published: Any) -> dict[str, Any]:
 
 def published_times(data_dir: Path | None, device: str) -> tuple[Any, str]:
     """A function that finds the published timing of a decode, and why there may be none."""
-    from gpu.published import decode_times, nearest
+    from gpu.published import decode_times, few_decode_times, nearest
 
     folder = data_dir or (Path(os.environ["KVTWIN_DATA"]) if os.environ.get("KVTWIN_DATA") else None)
-    if folder is None:
-        return (lambda *_: None), "set KVTWIN_DATA to see published figures beside these"
-    times, why_not = decode_times(folder, device)
+    times, why_not = few_decode_times(device), "set KVTWIN_DATA to see published figures of more shapes and devices"
+    if folder is not None:
+        found, why_not = decode_times(folder, device)
+        times = found or times
     return (lambda *shape: nearest(times, *shape)), why_not
 
 

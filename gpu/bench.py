@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from .decode_account import HEAD_DIM, KV_HEADS, Q_HEADS
-from .decode_account import SHAPES
+from .decode_account import HEAD_DIM, KV_HEADS, Q_HEADS, SHAPES
 from .decode_graphs import CudaCapture
 from .kernels.attention import DecodeCall
 from .kernels.block_rows import BlockRows

@@ -48,9 +48,10 @@ def decode(job: Job) -> None:
     """Decode attention of one layer beside a copy measured in the same run, and beside what others published."""
     ops, speed, published = _bench(job)
     from gpu import bench
+    from gpu.decode_account import SHAPES
 
     rows: list[dict[str, Any]] = []
-    for shape in (*BARRED, *(each for each in bench.SHAPES if each not in BARRED)):
+    for shape in (*BARRED, *(each for each in SHAPES if each not in BARRED)):
         timing = bench.time_decode(ops, *shape, speed)
         rows.append(published(timing))
         job.note(decode=rows)

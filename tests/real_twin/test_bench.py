@@ -8,6 +8,7 @@ import triton
 
 from experiments.acceptance.stages import BARRED
 from gpu import bench
+from gpu.decode_account import SHAPES
 from gpu.kernels.launch import Launch
 from gpu.ops import OPERATIONS, Ops
 from tests.support.fake_cuda import fake_cuda
@@ -33,7 +34,7 @@ def test_every_kernel_is_timed_by_replays_and_the_copy_by_itself(timed):
     with fake_cuda() as log:
         ops = Ops("cuda", implementation="triton")
         copied = bench.time_copy(torch.device("cuda"))
-        decodes = [bench.time_decode(ops, *shape, copied.copy_bytes_per_s) for shape in bench.SHAPES]
+        decodes = [bench.time_decode(ops, *shape, copied.copy_bytes_per_s) for shape in SHAPES]
         others = list(bench.time_others(ops, copied.copy_bytes_per_s))
     assert copied.copy_bytes_per_s == 2 * 2**30 / 0.5e-3
     assert copied.copy_share == 1.0

@@ -10,6 +10,7 @@ from experiments.acceptance import stages
 from experiments.acceptance.job import Job
 from experiments.acceptance.pressure import PressureSettings, run_pressure
 from gpu import bench
+from gpu.decode_account import SHAPES
 from tests.support.fake_cuda import fake_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -47,7 +48,7 @@ def test_decode_beside_a_copy_has_a_row_a_shape_those_with_a_bar_first(gpu, tmp_
     assert found["facts"]["copy_gb_per_s"] == pytest.approx(2 * 2**30 / 0.5e-3 / 1e9)
     rows = found["facts"]["decode"]
     assert [row["name"].split("bf16,")[1].split(",")[0] for row in rows][:2] == ["64x8192", "128x4096"]
-    assert len(rows) == len(bench.SHAPES)
+    assert len(rows) == len(SHAPES)
     assert all(0.9 < row["copy_share"] < 1.1 for row in rows[:2])
 
 
