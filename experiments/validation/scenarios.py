@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 VARIANTS = 3
 """Scenarios of each kind."""
+SEEDS = {"leavers-1": 4}
+"""Roots of prompts and weights where the variant's number will not do: with 1, two logits of an answer are 1e-6 apart, and sums made in
+another order, as a GPU makes them in batches of another size, draw the other token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,9 @@ def _make(kind: str, variant: int) -> SmallScenario:
     for group in engine.groups:
         if group.window is not None:
             shape = windowed(shape, group.window)
-    return SmallScenario(name=f"{kind}-{variant}", requests=tuple(requests), engine=engine, shape=shape, seed=variant)
+    name = f"{kind}-{variant}"
+    seed = SEEDS.get(name, variant)
+    return SmallScenario(name=name, requests=tuple(requests), engine=engine, shape=shape, seed=seed)
 
 
 SCENARIOS: dict[str, SmallScenario] = {
