@@ -199,6 +199,8 @@ def timing_row(timing: Timing, published: Any) -> dict[str, Any]:
         "gb_per_s": timing.bytes_per_s / 1e9,
         "copy_share": timing.copy_share,
     }
+    if timing.relative_error is not None:
+        row["relative_error"] = timing.relative_error
     beside = published(timing.batch_size, timing.context_tokens, "bfloat16") if timing.batch_size else None
     if beside is not None:
         row |= {"published_microseconds": beside.microseconds, "published_source": beside.source}

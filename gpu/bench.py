@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .decode_account import HEAD_DIM, KV_HEADS, Q_HEADS, SHAPES
+from .decode_error import relative_error
 from .decode_graphs import CudaCapture
 from .kernels.attention import DecodeCall
 from .kernels.block_rows import BlockRows
@@ -48,6 +49,8 @@ class Timing:
     """Sequences, of a decode."""
     context_tokens: int = 0
     """KV tokens a sequence, of a decode."""
+    relative_error: float | None = None
+    """Of what the timed launches wrote, against float64; None where it was not looked at."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -136,7 +139,11 @@ def time_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) ->
         programs_per_sm=resident_programs((properties.major, properties.minor)),
     )
     call = _decode_call(ops.device, batch_size, context_tokens, splits)
-    return _decode_timing("", call, lambda: ops.decode_attention(call), speed)
+    replay = CudaCapture(ops.device)(lambda: ops.decode_attention(call))
+    timing = _decode_timing("", call, _median(replay), speed)
+    call.out.fill_(float("nan"))
+    replay()
+    return replace(timing, relative_error=relative_error(call))
 
 
 def sweep_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -> Iterator[Timing]:
@@ -160,9 +167,10 @@ def sweep_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -
                     merge_splits(call.partial_out, call.partial_lse, call.out)
 
             try:
-                yield _decode_timing(f",tile={positions},stages={stages},warps={warps}", call, run, speed)
+                microseconds = _replayed_median(run, ops.device)
             except too_much:
                 continue  # more shared memory than the device has
+            yield _decode_timing(f",tile={positions},stages={stages},warps={warps}", call, microseconds, speed)
 
 
 def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int) -> DecodeCall:
@@ -183,11 +191,11 @@ def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int)
     )
 
 
-def _decode_timing(more: str, call: DecodeCall, run: Callable[[], Any], speed: float) -> Timing:
+def _decode_timing(more: str, call: DecodeCall, microseconds: float, speed: float) -> Timing:
     batch_size, context_tokens = int(call.query.shape[0]), int(call.block_table.shape[1]) * BLOCK_SIZE
     return Timing(
         name=f"decode_attention[bf16,{batch_size}x{context_tokens},splits={call.num_splits}{more}]",
-        microseconds=_replayed_median(run, call.query.device),
+        microseconds=microseconds,
         num_bytes=batch_size * context_tokens * 2 * KV_HEADS * HEAD_DIM * 2 + 2 * call.query.numel() * 2,
         copy_bytes_per_s=speed,
         batch_size=batch_size,

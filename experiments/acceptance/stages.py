@@ -49,12 +49,15 @@ def decode(job: Job) -> None:
     ops, speed, published = _bench(job)
     from gpu import bench
     from gpu.decode_account import SHAPES
+    from gpu.decode_error import LARGEST_ERROR
 
     rows: list[dict[str, Any]] = []
     for shape in (*BARRED, *(each for each in SHAPES if each not in BARRED)):
         timing = bench.time_decode(ops, *shape, speed)
         rows.append(published(timing))
         job.note(decode=rows)
+        if not (timing.relative_error is not None and timing.relative_error <= LARGEST_ERROR):  # NaN neither
+            job.fail(f"{timing.name}: off by {timing.relative_error} of its answer, more than {LARGEST_ERROR}")
         if shape in BARRED and timing.copy_share < COPY_SHARE:
             job.fail(f"{timing.name}: {timing.copy_share:.1%} of a copy, less than {COPY_SHARE:.0%}")
 

@@ -62,6 +62,14 @@ def test_decode_below_its_share_of_a_copy_is_a_bar_not_met(gpu, tmp_path):
     assert all("less than 85%" in text for text in found["failures"])
 
 
+@pytest.mark.parametrize("error", [0.02, float("nan")])
+def test_decode_that_computes_something_else_is_a_bar_not_met_however_fast(gpu, tmp_path, monkeypatch, error):
+    monkeypatch.setattr("gpu.bench.relative_error", lambda call: error)
+    found = carried_out(stages.decode, tmp_path)
+    assert len(found["failures"]) == len(SHAPES)
+    assert all(f"off by {error} of its answer, more than 0.01" in text for text in found["failures"])
+
+
 def test_a_sweep_is_written_down_as_it_goes(gpu, tmp_path):
     rows = carried_out(stages.sweep, tmp_path)["facts"]["sweep"]
     assert len(rows) == 2 * 4 * len(bench.SWEEP)
