@@ -1,10 +1,10 @@
 """The acceptance run of a GPU, in one command that fits into a short slot: `python -m experiments.gpu_acceptance --out DIR`.
 
-Everything that only a GPU can show, what is worth most first: decode attention beside a copy, the tests marked `gpu`, ten thousand
-steps of an 8B model under pressure, `kvtwin validate`, all kernels, and then what is good to know. Each stage is a process
-with a time limit; `acceptance.json` in the folder is written after each, with the machine and the command beside the figures. The same
-folder again goes on with the stages that have not ended; `--only` names those to be run anew. `--device cpu --small` tries the run
-itself, on any machine.
+Everything that only a GPU can show, what is worth most first: decode attention beside a copy, ten thousand steps of an 8B model under
+pressure, the tests marked `gpu`, `kvtwin validate`, all kernels, and then what is good to know. What is not installed, and which stages
+fall away for it, is said first. Each stage is a process with a time limit; `acceptance.json` in the folder is written anew while it
+goes on, with the machine and the command beside the figures. The same folder again goes on with the stages that have not
+ended; `--only` names those to be run anew. `--device cpu --small` tries the run itself, on any machine.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sim.core.config import ConfigError
 from sim.results.files import write_json
 
+from .acceptance.kept import DOCUMENT, LOG, earlier, keep, shorten
+from .acceptance.missing import fallen_away
 from .acceptance.stages import STAGES, Stage
 from .bad_input import exit_status
 from .calibrate_measure import seconds
@@ -33,6 +36,8 @@ SLOT_S = 600.0
 """The slot that the stages' limits are for; with a larger budget they are larger too."""
 LEAST_S = 5.0
 """With less left no further stage is begun."""
+TELL_S = 2.0
+"""So often what a stage has found is written down while it goes on."""
 
 
 def accept(
@@ -40,105 +45,129 @@ def accept(
 ) -> bool:
     """Carry out the stages that `out` does not hold yet, or those in `only`; True when all bars are met. Writes `acceptance.json`."""
     started_s = time.perf_counter()
-    results = {
-        name: found
-        for name in STAGES
-        if name not in only
-        and (found := _read(out / f"{name}.json"))
-        and (found.get("device"), found.get("small"))
-        == (device, small)  # what another run found is no verdict of this one
-    }
-    for name, stage in STAGES.items():
-        if only and name not in only:
-            continue
-        if (kept := results.get(name)) and kept["finished"]:
-            say(f"{name}: kept, {_verdict(stage, kept)}")
-            continue
-        left_s = budget_s - (time.perf_counter() - started_s)
-        if left_s < LEAST_S:
-            say(f"{name}: not reached")
-            continue
-        limit_s = min(stage.limit_s * max(1.0, budget_s / SLOT_S), left_s)
-        results[name] = _carry_out(name, stage, device, out, limit_s, small=small)
-        say(f"{name}: {_verdict(stage, results[name])}")
-        _write(out, results, device, budget_s, command)
-    return bool(_write(out, results, device, budget_s, command)["ok"])
+    results = {name: found for name, found in earlier(out, device, small=small).items() if name not in only}
+    asked = {name: stage for name, stage in STAGES.items() if not only or name in only}
+    absent = fallen_away(asked)
+    for name, why in absent.items():
+        say(f"{name} falls away: it {why}")
+
+    def write_down() -> bool:
+        return bool(_write(out, results, device, budget_s, command)["ok"])
+
+    with tempfile.TemporaryDirectory(prefix="kvtwin-acceptance-") as folder:
+        for name, stage in asked.items():
+            if (kept := results.get(name)) and kept["finished"]:
+                say(f"{name}: kept, {_verdict(stage, kept)}")
+                continue
+            if name in absent:
+                results[name] = _nothing(device, small=small) | {"skipped": absent[name]}
+                continue
+            left_s = budget_s - (time.perf_counter() - started_s)
+            if left_s < LEAST_S:
+                say(f"{name}: not reached")
+                continue
+            limit_s = min(stage.limit_s * max(1.0, budget_s / SLOT_S), left_s)
+
+            def so_far(found: dict[str, Any], name: str = name) -> None:
+                results[name] = found
+                write_down()
+
+            found = _carry_out(name, stage, device, out, Path(folder), limit_s, small=small, so_far=so_far)
+            so_far(found)
+            say(f"{name}: {_verdict(stage, found)}")
+    return write_down()
 
 
-def _carry_out(name: str, stage: Stage, device: str, out: Path, limit_s: float, *, small: bool) -> dict[str, Any]:
-    """One stage in a process of its own, ended with all that it began when its time is up."""
+def _carry_out(
+    name: str,
+    stage: Stage,
+    device: str,
+    out: Path,
+    work: Path,
+    limit_s: float,
+    *,
+    small: bool,
+    so_far: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """One stage in a process of its own, ended with all that it began when its time is up. `so_far` hears what it has found meanwhile."""
     say(f"{name} (at most {limit_s:.0f} s): {stage.question}")
-    file = out / f"{name}.json"
-    file.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.acceptance.stages",
-        name,
-        "--device",
-        device,
-        "--out",
-        str(file.resolve()),
-    ]
+    file, log = work / f"{name}.json", out / LOG
+    command = [sys.executable, "-m", "experiments.acceptance.stages", name, "--device", device, "--out", str(file)]
     command += ["--limit", f"{limit_s:.0f}", *(["--small"] if small else [])]
     started_s = time.perf_counter()
-    with (out / f"{name}.log").open("wb") as log:
+    with log.open("ab") as stream:
+        stream.write(f"\n== {name}: {stage.question}\n".encode())
+        stream.flush()
         process = subprocess.Popen(
             command,
-            stdout=log,
+            stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=Path(__file__).resolve().parents[1],
         )
         try:
-            process.wait(limit_s)
-            ended = f"exit code {process.returncode} and no verdict; see {name}.log"
-        except subprocess.TimeoutExpired:
-            ended = f"not done after {limit_s:.0f} s"
+            ended = _wait(process, file, started_s + limit_s, so_far) or f"not done after {limit_s:.0f} s"
         finally:  # also when this run is interrupted: the stage is in a session of its own, and would go on
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    found = _read(file) or {
-        "device": device,
-        "small": small,
-        "finished": False,
-        "failures": [],
-        "skipped": "",
-        "facts": {},
-    }
+    found = _read(file) or _nothing(device, small=small)
     if not found["finished"]:
         found["failures"].append(ended)
     found["seconds"] = round(time.perf_counter() - started_s, 1)
-    write_json(file, found)
+    found["failures"] += [why for made in stage.makes if (why := keep(work / made, out))]
+    shorten(log)
     return found
+
+
+def _wait(
+    process: subprocess.Popen[bytes], file: Path, until_s: float, so_far: Callable[[dict[str, Any]], None]
+) -> str:
+    """Wait for a stage, and pass on what it writes meanwhile. How it ended; empty when its time is up."""
+    told: dict[str, Any] | None = None
+    while (left_s := until_s - time.perf_counter()) > 0:
+        try:
+            process.wait(min(left_s, TELL_S))
+            return f"exit code {process.returncode} and no verdict; see {LOG}"
+        except subprocess.TimeoutExpired:
+            found = _read(file)
+            if found is not None and found != told:
+                so_far(found)
+                told = found
+    return ""
+
+
+def _nothing(device: str, *, small: bool) -> dict[str, Any]:
+    """The findings of a stage that has found nothing."""
+    return {"device": device, "small": small, "finished": False, "seconds": 0.0, "failures": [], "skipped": "", "facts": {}}  # fmt: skip
 
 
 def _write(out: Path, results: dict[str, dict[str, Any]], device: str, budget_s: float, command: str) -> dict[str, Any]:
     """The verdict over what is there. On the CPU a stage may have nothing to do; on a GPU that is a bar not met."""
     gpu = device.startswith("cuda")
     missing = [name for name, stage in STAGES.items() if stage.required and name not in results]
-    bad = [name for name, each in results.items() if each["failures"] or (gpu and each["skipped"])]
+    bad = [
+        name
+        for name, each in results.items()
+        if each["failures"] or (gpu and each["skipped"]) or not (each["finished"] or each["skipped"])
+    ]
     document = {
         "ok": not missing and not any(STAGES[name].required for name in bad),
         "not_met": bad,
         "not_reached": missing,
         "provenance": {**results.get("machine", {}).get("facts", {}), "command": command},
         "budget_s": budget_s,
-        "stages": results,
+        "stages": {name: results[name] for name in STAGES if name in results},
     }
-    write_json(out / "acceptance.json", document)
+    write_json(out / DOCUMENT, document)
     return document
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """What a stage has left; None if it left nothing. Raises ConfigError for a file that is no JSON."""
+    """What a stage has written so far; None if it has written nothing."""
     if not file.is_file():
         return None
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not what a stage writes: {error}") from None
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 

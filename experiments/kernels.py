@@ -16,9 +16,12 @@ from .terminal import Progress, number, print_json, say
 if TYPE_CHECKING:
     from gpu.bench import Timing
     from gpu.compile_check import CompileReport
+    from gpu.decode_account import DecodeAccount
 
 ALL = ("sm_80", "sm_90", "sm_100")
 """What `--target all` stands for: A100, H100 and H200, B200."""
+DECODE_KERNEL = "decode_attention[bf16,128,4,split]"
+"""The kernel of the catalogue whose shapes are looked at."""
 
 
 def kernels(
@@ -45,7 +48,11 @@ def kernels(
     timed: dict[str, Any] | None = _bench(data_dir) if bench else None
     reports = compile_all(targets, only)
     if json:
-        document: dict[str, Any] = {"kernels": [report.as_json() for report in reports], **_versions()}
+        document: dict[str, Any] = {
+            "kernels": [report.as_json() for report in reports],
+            "decode_shapes": [each.as_json() for each in _decode_shapes(reports)],
+            **_versions(),
+        }
         print_json(document | ({} if timed is None else {"bench": timed}))
     else:
         say(as_text(reports))
@@ -122,7 +129,45 @@ def as_text(reports: Sequence[CompileReport]) -> str:
         )
     broken = sum(not report.ok for report in reports)
     verdict = "all keep their budgets" if not broken else f"{broken} of {len(reports)} do not keep their budgets"
-    return "\n".join([*lines, "", f"{len(reports)} compiled: {verdict}"])
+    return "\n".join([*lines, *_account_lines(reports, width), "", f"{len(reports)} compiled: {verdict}"])
+
+
+def _account_lines(reports: Sequence[CompileReport], width: int) -> list[str]:
+    """The bandwidth account of each kernel, and of decode attention at the shapes that it is timed at."""
+    from gpu.bandwidth import LATENCY_NS
+
+    lines = [
+        "",
+        f"computed from the code, not measured; share of the card's bandwidth at an assumed latency of {LATENCY_NS} ns",
+        f"{'kernel':<{width}}{'card':<20}{'per SM':>7}  {'held by':<14}{'in flight':>10}{'hides ns':>10}"
+        f"{'issues GB/s':>13}{'share':>8}{'programs':>10}{'waves':>8}",
+    ]
+    for report in reports:
+        found = report.account
+        lines.append(
+            f"{report.name:<{width}}{found.gpu.name:<20}{found.fits.programs:>7}  {found.fits.held_by:<14}"
+            f"{found.in_flight_bytes / 1024:>6.0f} KiB{number(round(found.hidden_ns)):>10}"
+            f"{number(round(found.issued_bytes_per_s / 1e9)):>13}{found.sustained_share:>8.0%}"
+            f"{number(found.programs):>10}{found.waves:>8.2f}"
+        )
+    shapes = _decode_shapes(reports)
+    if shapes:
+        title = "decode attention, bf16, 32/8 heads of 128"
+        head = f"{title:<{width}}{'card':<20}{'splits':>7}{'programs':>10}{'waves':>8}{'merge':>10}{'share':>8}"
+        lines += ["", head]
+    for each in shapes:
+        lines.append(
+            f"{f'{each.batch_size} x {each.context_tokens}':<{width}}{each.gpu.name:<20}{each.num_splits:>7}{number(each.programs):>10}"
+            f"{each.programs / each.slots:>8.2f}{each.merge_bytes / 2**20:>6.1f} MiB{each.busy_share:>8.1%}"
+        )
+    return lines
+
+
+def _decode_shapes(reports: Sequence[CompileReport]) -> list[DecodeAccount]:
+    """The shapes, for every target for which the decode kernel that serves them was compiled."""
+    from gpu.decode_account import decode_accounts
+
+    return [each for report in reports if report.name == DECODE_KERNEL for each in decode_accounts(report.account)]
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------
@@ -154,6 +199,8 @@ def timing_row(timing: Timing, published: Any) -> dict[str, Any]:
         "gb_per_s": timing.bytes_per_s / 1e9,
         "copy_share": timing.copy_share,
     }
+    if timing.relative_error is not None:
+        row["relative_error"] = timing.relative_error
     beside = published(timing.batch_size, timing.context_tokens, "bfloat16") if timing.batch_size else None
     if beside is not None:
         row |= {"published_microseconds": beside.microseconds, "published_source": beside.source}
@@ -162,12 +209,13 @@ def timing_row(timing: Timing, published: Any) -> dict[str, Any]:
 
 def published_times(data_dir: Path | None, device: str) -> tuple[Any, str]:
     """A function that finds the published timing of a decode, and why there may be none."""
-    from gpu.published import decode_times, nearest
+    from gpu.published import decode_times, few_decode_times, nearest
 
     folder = data_dir or (Path(os.environ["KVTWIN_DATA"]) if os.environ.get("KVTWIN_DATA") else None)
-    if folder is None:
-        return (lambda *_: None), "set KVTWIN_DATA to see published figures beside these"
-    times, why_not = decode_times(folder, device)
+    times, why_not = few_decode_times(device), "set KVTWIN_DATA to see published figures of more shapes and devices"
+    if folder is not None:
+        found, why_not = decode_times(folder, device)
+        times = found or times
     return (lambda *shape: nearest(times, *shape)), why_not
 
 

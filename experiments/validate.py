@@ -46,6 +46,10 @@ def validate(
             progress.say(f"{scenario.name} ({len(cells)} of {len(chosen) * len(names)} cells done)")
             reference = _reference(scenario.name, device)
             cells += [check_cell(scenario, name, device, reference) for name in names]
+            if out is not None:  # what is known is known even when the run is broken off
+                write_json(
+                    out / "validate.json", {"ok": False, "cells": [asdict(cell) for cell in cells], "provenance": facts}
+                )
     facts["seconds"] = round(time.perf_counter() - started_s, 1)
     document = {"ok": all(cell.ok for cell in cells), "cells": [asdict(cell) for cell in cells], "provenance": facts}
     written = []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .device import find_device
     from .executor import TorchExecutor
     from .handover import hand_over
-    from .kernels.attention import DecodeCall, PrefillCall, choose_splits, split_bytes
+    from .kernels.attention import DecodeCall, PrefillCall
     from .kernels.launch import KVView
     from .kernels.sampling import SampleCall
     from .metering import CpuOutOfMemoryError, DeviceBudget, allocation_meter
@@ -54,10 +54,10 @@ _LAZY = {
     "Workspace": "workspace",
     "WorkspaceFullError": "workspace",
     "allocation_meter": "metering",
-    "choose_splits": "kernels.attention",
+    "choose_splits": "kernels.splits",
     "find_device": "device",
     "hand_over": "handover",
-    "split_bytes": "kernels.attention",
+    "split_bytes": "kernels.splits",
 }
 
 __all__ = [

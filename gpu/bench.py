@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
+from .decode_account import HEAD_DIM, KV_HEADS, Q_HEADS, SHAPES
+from .decode_error import relative_error
 from .decode_graphs import CudaCapture
-from .kernels.attention import DecodeCall, choose_splits
+from .kernels.attention import DecodeCall
 from .kernels.block_rows import BlockRows
 from .kernels.launch import KVView, Launch
 from .kernels.sampling import SampleCall
+from .kernels.splits import choose_splits, resident_programs
 from .layout import KVLayout
 from .ops import Ops
 from .require import require
 
-DECODE_SHAPES = ((1, 8192), (16, 8192), (64, 8192), (128, 4096), (256, 2048))
-"""(sequences, KV tokens of each) that decode attention is timed at: 32 query heads, 8 KV heads of 128, bfloat16."""
-Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+BLOCK_SIZE = 16
 SWEEP = ((32, 5, 4), (32, 3, 4), (32, 7, 4), (64, 5, 4), (64, 3, 4), (64, 2, 4), (64, 5, 8), (128, 3, 8))
 """(positions of a tile, stages, warps) that decode attention is tried with."""
 
@@ -48,6 +49,8 @@ class Timing:
     """Sequences, of a decode."""
     context_tokens: int = 0
     """KV tokens a sequence, of a decode."""
+    relative_error: float | None = None
+    """Of what the timed launches wrote, against float64; None where it was not looked at."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -91,7 +94,7 @@ def run() -> Iterator[Timing]:
     copied = time_copy(device)
     speed = copied.copy_bytes_per_s
     yield copied
-    for batch_size, context_tokens in DECODE_SHAPES:
+    for batch_size, context_tokens in SHAPES:
         yield time_decode(ops, batch_size, context_tokens, speed)
     yield from time_others(ops, speed)
 
@@ -127,10 +130,20 @@ def _median(call: Callable[[], Any]) -> float:
 
 def time_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -> Timing:
     """Decode attention of one layer, blocks in random order."""
-    sms = torch.cuda.get_device_properties(ops.device).multi_processor_count
-    splits = choose_splits(num_seqs=batch_size, num_kv_heads=KV_HEADS, max_tokens=context_tokens, num_sms=sms)
+    properties = torch.cuda.get_device_properties(ops.device)
+    splits = choose_splits(
+        num_seqs=batch_size,
+        num_kv_heads=KV_HEADS,
+        max_tokens=context_tokens,
+        num_sms=properties.multi_processor_count,
+        programs_per_sm=resident_programs((properties.major, properties.minor)),
+    )
     call = _decode_call(ops.device, batch_size, context_tokens, splits)
-    return _decode_timing("", call, lambda: ops.decode_attention(call), speed)
+    replay = CudaCapture(ops.device)(lambda: ops.decode_attention(call))
+    timing = _decode_timing("", call, _median(replay), speed)
+    call.out.fill_(float("nan"))
+    replay()
+    return replace(timing, relative_error=relative_error(call))
 
 
 def sweep_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -> Iterator[Timing]:
@@ -154,9 +167,10 @@ def sweep_decode(ops: Ops, batch_size: int, context_tokens: int, speed: float) -
                     merge_splits(call.partial_out, call.partial_lse, call.out)
 
             try:
-                yield _decode_timing(f",tile={positions},stages={stages},warps={warps}", call, run, speed)
+                microseconds = _replayed_median(run, ops.device)
             except too_much:
                 continue  # more shared memory than the device has
+            yield _decode_timing(f",tile={positions},stages={stages},warps={warps}", call, microseconds, speed)
 
 
 def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int) -> DecodeCall:
@@ -177,11 +191,11 @@ def _decode_call(device: Any, batch_size: int, context_tokens: int, splits: int)
     )
 
 
-def _decode_timing(more: str, call: DecodeCall, run: Callable[[], Any], speed: float) -> Timing:
+def _decode_timing(more: str, call: DecodeCall, microseconds: float, speed: float) -> Timing:
     batch_size, context_tokens = int(call.query.shape[0]), int(call.block_table.shape[1]) * BLOCK_SIZE
     return Timing(
         name=f"decode_attention[bf16,{batch_size}x{context_tokens},splits={call.num_splits}{more}]",
-        microseconds=_replayed_median(run, call.query.device),
+        microseconds=microseconds,
         num_bytes=batch_size * context_tokens * 2 * KV_HEADS * HEAD_DIM * 2 + 2 * call.query.numel() * 2,
         copy_bytes_per_s=speed,
         batch_size=batch_size,

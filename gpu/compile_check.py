@@ -9,15 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .bandwidth import BandwidthAccount, bandwidth_account
 from .kernels.launch import Launch, interpreted
+from .occupancy import LIMITS
 from .require import require
 from .sass import Resources, read_cubin
 
 TARGETS = {"sm_80": 80, "sm_89": 89, "sm_90": 90, "sm_100": 100, "sm_120": 120}
 """Targets by name: A100, L40S and RTX 40, H100 and H200, B200, RTX 50 and RTX PRO."""
 
-SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Most shared memory a block may ask for, in bytes. **Source:** CUDA C++ Programming Guide 13.0, table of compute capabilities."""
+SHARED_LIMIT = {architecture: limits.shared_limit_bytes for architecture, limits in LIMITS.items()}
+"""Most shared memory a program may ask for, in bytes."""
 
 TRITON_TYPES = {
     "torch.bfloat16": "*bf16",
@@ -44,6 +46,10 @@ class Budget:
     """Most read instructions of fewer than 8 bytes: what is left for tables and scales when vectors are read whole."""
     copies_in_flight: int = 0
     """Fewest groups of copies that are under way while older ones are used."""
+    hidden_ns: int = 0
+    """Shortest round trip to memory that it must be able to hide at the full bandwidth of the target's card."""
+    issued_share: float = 0.0
+    """Least share of that bandwidth that the rate of its instructions allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +64,14 @@ class CompileReport:
     """Shared memory a program."""
     resources: Resources
     budget: Budget
+    account: BandwidthAccount
+    """What it can ask of a card's memory."""
 
     @property
     def problems(self) -> list[str]:
         """What does not hold, with the numbers; empty when the kernel keeps its budget."""
-        found = self.resources
+        found, account = self.resources, self.account
+        issued = account.issued_bytes_per_s / account.gpu.memory_bandwidth_bytes_per_s
         limit = min(self.budget.shared_bytes, SHARED_LIMIT[TARGETS[self.target]])
         checks = (
             (found.stack_bytes > 0, f"{found.stack_bytes} bytes a thread are spilled"),
@@ -79,6 +88,15 @@ class CompileReport:
             (
                 found.copies_in_flight < self.budget.copies_in_flight,
                 f"{found.copies_in_flight} groups of copies in flight, not {self.budget.copies_in_flight}: loads do not overlap",
+            ),
+            (
+                account.hidden_ns < self.budget.hidden_ns,
+                f"{account.in_flight_bytes / 1024:.0f} KiB in flight a multiprocessor hide {account.hidden_ns:.0f} ns of "
+                f"{self.budget.hidden_ns} at the bandwidth of {account.gpu.name}",
+            ),
+            (
+                issued < self.budget.issued_share,
+                f"instructions for {issued:.0%} of the bandwidth of {account.gpu.name}, not {self.budget.issued_share:.0%}",
             ),
         )
         return [text for broken, text in checks if broken]
@@ -102,6 +120,7 @@ class CompileReport:
             "copies_in_flight": self.resources.copies_in_flight,
             "loads_by_bytes": {str(width): count for width, count in self.resources.loads.items()},
             "stores_by_bytes": {str(width): count for width, count in self.resources.stores.items()},
+            "bandwidth": self.account.as_json(),
         }
 
 
@@ -124,12 +143,14 @@ def compile_launch(name: str, launch: Launch, target: str, budget: Budget | None
     compiled = compile_source(
         source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": launch.num_warps}
     )
+    found, shared_bytes = read_cubin(compiled.asm["cubin"]), int(compiled.metadata.shared)
     return CompileReport(
         name=name,
         target=target,
-        shared_bytes=int(compiled.metadata.shared),
-        resources=read_cubin(compiled.asm["cubin"]),
+        shared_bytes=shared_bytes,
+        resources=found,
         budget=Budget() if budget is None else budget,
+        account=bandwidth_account(launch, architecture, found, shared_bytes),
     )
 
 

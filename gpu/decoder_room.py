@@ -10,7 +10,7 @@ import torch
 from sim.core.config import EngineConfig
 
 from .decoder_config import DecoderConfig
-from .kernels.attention import choose_splits, split_bytes
+from .kernels.splits import choose_splits, resident_programs, split_bytes
 from .workspace import ALIGNMENT
 
 
@@ -19,11 +19,13 @@ def decode_splits(config: DecoderConfig, engine: EngineConfig, device: Any, num_
     device = torch.device(device)
     if device.type != "cuda":
         return 1
+    properties = torch.cuda.get_device_properties(device)
     return choose_splits(
         num_seqs=num_seqs,
         num_kv_heads=config.shape.num_kv_heads,
         max_tokens=engine.max_model_len,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_sms=properties.multi_processor_count,
+        programs_per_sm=resident_programs((properties.major, properties.minor)),
     )
 
 

@@ -177,7 +177,12 @@ class CudaAllocatorMeter(AbstractContextManager["CudaAllocatorMeter"]):
 
     def _counts(self) -> tuple[int, int]:
         stats = torch.cuda.memory_stats(self._device)
-        return int(stats.get("allocation.all.allocated", 0)), int(stats.get("segment.all.allocated", 0))
+        if not stats:  # torch has not touched the device yet, and has taken nothing
+            return 0, 0
+        try:
+            return int(stats["allocation.all.allocated"]), int(stats["segment.all.allocated"])
+        except KeyError as error:  # a meter that sees nothing must not say that there was nothing
+            raise RuntimeError(f"this torch ({torch.__version__}) does not count allocations under {error}") from None
 
     def __enter__(self) -> CudaAllocatorMeter:
         self._start = self._counts()

@@ -9,13 +9,15 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from .require import MissingExtraError, require
+from .sass_walk import Instruction, Traffic, instructions, traffic
 
-WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
-"""Width suffixes of SASS memory instructions, in bytes; without one it is 4."""
+NO_TRAFFIC = Traffic(read_bytes=0, written_bytes=0, latencies=0, instructions=0, loops=False)
+"""Of code that reads and writes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class Resources:
     copies_in_flight: int = 0
     """Groups of asynchronous copies that may still be under way where the code waits for an older one. 0: it waits for all it has
     asked for, and a loop's loads never overlap its work."""
+    traffic: Traffic = NO_TRAFFIC
+    """What a thread reads per latency."""
 
     @property
     def narrow_loads(self) -> int:
@@ -80,22 +84,20 @@ def parse(usage: str, code: str) -> Resources:
     registers = re.search(r"\bREG:(\d+)", usage)
     if registers is None:
         raise ValueError(f"no register count in cuobjdump's output: {usage[:200]!r}")
+    every = instructions(code)
     stack = sum(int(number) for number in re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage))
     return Resources(
         registers=int(registers[1]),
         stack_bytes=stack,
-        loads=_widths(code, r"\bLDG(?:STS)?((?:\.\w+)*)\s"),
-        stores=_widths(code, r"\bSTG((?:\.\w+)*)\s"),
+        loads=_widths(every, ("LDG", "LDGSTS")),
+        stores=_widths(every, ("STG",)),
         copies_in_flight=max(
             (int(left, 16) for left in re.findall(r"\bDEPBAR\.LE SB0, (0x[0-9a-f]+)", code)), default=0
         ),
+        traffic=traffic(every),
     )
 
 
-def _widths(code: str, instruction: str) -> dict[int, int]:
-    """Bytes a thread of each matching instruction, counted. Suffixes like LTC128B are prefetch hints, not widths."""
-    counted = Counter(
-        next((WIDTHS[part] for part in reversed(match[1].split(".")) if part in WIDTHS), 4)
-        for match in re.finditer(instruction, code)
-    )
-    return dict(sorted(counted.items()))
+def _widths(code: Iterable[Instruction], names: tuple[str, ...]) -> dict[int, int]:
+    """Instructions of these names by bytes a thread, counted."""
+    return dict(sorted(Counter(each.width for each in code if each.name in names).items()))

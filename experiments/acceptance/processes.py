@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 8
 """Processes at once, at most: the device is shared by them, and most of their time goes to compiling and to the host."""
 SMALL_TESTS = ("test_real_device.py",)
+SELECTED = "gpu and not slow and not benchmarks"
+NO_TESTS = 5
+"""Pytest's exit code when nothing was selected."""
 
 
 def run_tests(job: Job) -> None:
@@ -32,35 +37,53 @@ def run_tests(job: Job) -> None:
     ]
     if job.small:
         marked = [file for file in marked if file.name in SMALL_TESTS]
-    junit = job.out.with_suffix(".xml")
+    job.note(selected=SELECTED, files=[file.name for file in marked])
+    side_by_side = importlib.util.find_spec("xdist") is not None and not job.small
+    counts = Counter[str]()
+    alone = [file for file in marked if "pytest.mark.alone" in file.read_text(encoding="utf-8")]
+    passes = [("tests", f"{SELECTED} and not alone", marked, side_by_side)]
+    for name, selected, files, together in (*passes, ("tests-alone", f"{SELECTED} and alone", alone, False)):
+        if files:
+            counts += _one_pass(job, job.out.with_name(f"{name}.xml"), selected, files, together=together)
+            job.note(passed=counts["passed"], skipped=counts["skipped"])
+    if job.cuda and not counts["passed"]:
+        job.fail("no test was run")
+
+
+def _one_pass(job: Job, junit: Path, selected: str, files: Sequence[Path], *, together: bool) -> Counter[str]:
+    """Run the tests of one selection; how many passed and were skipped."""
     junit.unlink(missing_ok=True)  # an earlier run's is not this one's
     command = [
-        sys.executable, "-m", "pytest", "-m", "gpu and not slow and not benchmarks", "-q", "-p", "no:cacheprovider",
+        sys.executable, "-m", "pytest", "-m", selected, "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
         "-W", "default",  # another release of torch may warn of other things: no bar
-        f"--junitxml={junit}", *map(str, marked),
+        "--continue-on-collection-errors",  # a file whose imports are missing is an error; the others are run
+        f"--junitxml={junit}", *(["-n", str(_workers())] if together else []), *map(str, files),
     ]  # fmt: skip
-    workers = _workers()
-    if importlib.util.find_spec("xdist") is not None and not job.small:
-        command += ["-n", str(workers)]
-    job.note(selected="gpu and not slow and not benchmarks", files=[file.name for file in marked])
     environment = {**os.environ, **({"REQUIRE_GPU": "1"} if job.cuda else {})}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    process, before = subprocess.Popen(command, cwd=ROOT, env=environment), len(job.failures)
     try:
         process.wait(max(job.left_s - 20, 1))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest then writes down what it has
-        process.wait(15)
         job.fail("the tests did not end in time")
+        _interrupt(process)
     if not junit.is_file():
         job.fail(f"pytest wrote nothing; exit code {process.returncode}")
-        return
+        return Counter()
     found = read_junit(junit)
-    job.note(**found)
     job.fail(*found["failed"])
-    if process.returncode and not job.failures:
+    if process.returncode not in (0, NO_TESTS) and len(job.failures) == before:
         job.fail(f"pytest ended with exit code {process.returncode}, and no test failed")
-    if job.cuda and not found["passed"]:
-        job.fail("no test was run")
+    return Counter(passed=found["passed"], skipped=found["skipped"])
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """End pytest so that it writes down what it has; if it does not, end it all the same."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def read_junit(junit: Path) -> dict[str, Any]:

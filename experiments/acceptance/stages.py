@@ -28,6 +28,10 @@ class Stage:
     limit_s: float
     """Most seconds that it may take."""
     run: Callable[[Job], None]
+    needs: tuple[str, ...] = ()
+    """Modules that it needs besides torch and numpy."""
+    makes: tuple[str, ...] = ()
+    """Files and folders beside its findings that are worth keeping."""
     required: bool = True
     """Whether the acceptance fails when it was not reached."""
 
@@ -44,12 +48,16 @@ def decode(job: Job) -> None:
     """Decode attention of one layer beside a copy measured in the same run, and beside what others published."""
     ops, speed, published = _bench(job)
     from gpu import bench
+    from gpu.decode_account import SHAPES
+    from gpu.decode_error import LARGEST_ERROR
 
     rows: list[dict[str, Any]] = []
-    for shape in (*BARRED, *(each for each in bench.DECODE_SHAPES if each not in BARRED)):
+    for shape in (*BARRED, *(each for each in SHAPES if each not in BARRED)):
         timing = bench.time_decode(ops, *shape, speed)
         rows.append(published(timing))
         job.note(decode=rows)
+        if not (timing.relative_error is not None and timing.relative_error <= LARGEST_ERROR):  # NaN neither
+            job.fail(f"{timing.name}: off by {timing.relative_error} of its answer, more than {LARGEST_ERROR}")
         if shape in BARRED and timing.copy_share < COPY_SHARE:
             job.fail(f"{timing.name}: {timing.copy_share:.1%} of a copy, less than {COPY_SHARE:.0%}")
 
@@ -136,17 +144,36 @@ def _target(job: Job) -> str:
     return name
 
 
+WORLD = ("simpy", "pydantic")
+"""What the simulated world needs."""
 STAGES: dict[str, Stage] = {
     "machine": Stage(question="What is measured?", limit_s=60, run=machine),
-    "decode": Stage(question="Does decode attention reach its share of a copy?", limit_s=100, run=decode),
-    "tests": Stage(question="Are the tests that need a GPU green?", limit_s=260, run=run_tests),
-    "pressure": Stage(question="Ten thousand steps: no leak, no allocator call?", limit_s=260, run=pressure),
-    "validate": Stage(question="Do both worlds agree?", limit_s=260, run=run_validate),
-    "kernels": Stage(question="How fast are the other kernels, and do all keep their budgets?", limit_s=120, run=kernels),
-    "sweep": Stage(question="Would another tile be faster?", limit_s=120, run=sweep, required=False),
-    "loop": Stage(question="Does the calibration loop close?", limit_s=180, run=loop, required=False),
+    "decode": Stage(
+        question="Does decode attention reach its share of a copy?", limit_s=100, run=decode, needs=("triton",)
+    ),
+    "pressure": Stage(
+        question="Ten thousand steps: no leak, no allocator call?", limit_s=260, run=pressure, needs=WORLD
+    ),
+    "tests": Stage(
+        question="Are the tests that need a GPU green?", limit_s=260, run=run_tests,
+        needs=("pytest", "hypothesis", "typer", "rich", *WORLD), makes=("tests.xml", "tests-alone.xml"),
+    ),
+    "validate": Stage(
+        question="Do both worlds agree?", limit_s=260, run=run_validate, needs=("typer", "rich", *WORLD), makes=("validate",)
+    ),
+    "kernels": Stage(
+        question="How fast are the other kernels, and do all keep their budgets?", limit_s=120, run=kernels,
+        needs=("triton",),
+    ),
+    "sweep": Stage(
+        question="Would another tile be faster?", limit_s=120, run=sweep, needs=("triton",), required=False
+    ),
+    "loop": Stage(
+        question="Does the calibration loop close?", limit_s=180, run=loop,
+        needs=("scipy", "pandas", "plotly", *WORLD), makes=("loop",), required=False,
+    ),
 }  # fmt: skip
-"""In the order in which they are asked: what is worth most comes first."""
+"""In the order in which they are asked: what is worth most for the time it takes comes first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

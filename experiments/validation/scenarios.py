@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 VARIANTS = 3
 """Scenarios of each kind."""
+SEEDS = {"leavers-1": 4}
+"""Roots of prompts and weights where the variant's number will not do: with 1, two logits of an answer are 1e-6 apart, and sums made in
+another order, as a GPU makes them in batches of another size, draw the other token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +63,13 @@ def _make(kind: str, variant: int) -> SmallScenario:
     for group in engine.groups:
         if group.window is not None:
             shape = windowed(shape, group.window)
+    name = f"{kind}-{variant}"
     return SmallScenario(
-        name=f"{kind}-{variant}",
+        name=name,
         requests=tuple(requests),
         engine=engine,
         shape=shape,
-        seed=variant,
+        seed=SEEDS.get(name, variant),
         policy=POLICIES.get(kind, {}),
     )
 

@@ -1,4 +1,4 @@
-"""What attention is asked to do, checked once for the kernel and its twin; tile sizes; the bytes that splits need.
+"""What attention is asked to do, checked once for the kernel and its twin; tile sizes.
 
 Needs torch, not triton.
 """
@@ -13,25 +13,6 @@ import torch
 from gpu.check import ArgumentError, check_range, check_tensor
 
 from .launch import FLOATS, KVView, native_fp8, next_power_of_2
-
-MIN_TOKENS_PER_SPLIT = 128
-"""A split shorter than this costs more to merge than it saves. **Source:** FlashInfer's smallest chunk."""
-
-
-def choose_splits(*, num_seqs: int, num_kv_heads: int, max_tokens: int, num_sms: int) -> int:
-    """Programs that share one sequence and KV head in decode: enough to fill the device four times over, no shorter than
-    `MIN_TOKENS_PER_SPLIT`. Depends on sizes that are fixed for a captured graph, never on the lengths of a step.
-    """
-    wanted = -(-4 * num_sms // max(num_seqs * num_kv_heads, 1))
-    return max(1, min(wanted, -(-max_tokens // MIN_TOKENS_PER_SPLIT), 64))
-
-
-def split_bytes(*, num_seqs: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
-    """Workspace of the partial results: `num_seqs * num_q_heads * num_splits * (head_dim + 1)` float32; none for one split.
-
-    Asked before the KV pool is sized, so that a full batch cannot overflow it (vLLM #40023).
-    """
-    return 0 if num_splits == 1 else 4 * num_seqs * num_q_heads * num_splits * (head_dim + 1)
 
 
 def kv_tile(head_dim: int, element_bytes: int) -> int:
@@ -100,7 +81,7 @@ class DecodeCall(AttentionCall):
     """One query token a sequence: `query[s]` belongs to sequence s."""
 
     num_splits: int = 1
-    """Programs that share a sequence; see `choose_splits`."""
+    """Programs that share a sequence; see `splits.choose_splits`."""
     partial_out: Any = None
     """`[num_seqs, num_q_heads, num_splits, head_dim]` float32 workspace; needed with more than one split."""
     partial_lse: Any = None

@@ -68,8 +68,10 @@ def decode_attention_kernel(
     STAGES: tl.constexpr,  # tiles in flight
 ):
     """One program: one sequence, one KV head, one split."""
-    seq = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(
+        0
+    )  # neighbours read the same tokens at the same time: whole rows of memory, not a part each
+    seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(length_ptr + seq)
 
@@ -130,7 +132,7 @@ def decode_attention_launch(call: DecodeCall) -> Launch | None:
     scales, strides = call.cache.scale_arguments()
     return Launch(
         kernel=decode_attention_kernel,
-        grid=(num_seqs, num_kv_heads, call.num_splits),
+        grid=(num_kv_heads, num_seqs, call.num_splits),
         arguments=(
             call.query,
             call.cache.bits,

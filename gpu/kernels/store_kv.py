@@ -22,6 +22,22 @@ from .launch import KVView, Launch, next_power_of_2, warps_for
 
 
 @triton.jit
+def store_half(vector, cache_ptr, row, place, inside, scales, heads, NUM_HEADS: tl.constexpr, SCALING: tl.constexpr):
+    """Write the K or the V of one token, `[BLOCK_H, BLOCK_D]`, and, where it is computed, its scale of each head."""
+    if SCALING == 0:
+        tl.store(cache_ptr + row + place, vector.to(cache_ptr.dtype.element_ty), mask=inside)
+    else:
+        wide = vector.to(tl.float32)
+        if SCALING == 2:
+            scale = tl.max(tl.abs(wide), axis=1)[:, None] * (1.0 / 448.0)
+            scale = tl.where(scale == 0.0, 1.0, scale)  # all zeros: any scale will do
+            tl.store(scales, scale, mask=heads < NUM_HEADS)
+        else:
+            scale = tl.load(scales, mask=heads < NUM_HEADS, other=1.0)
+        tl.store(cache_ptr + row + place, encode_e4m3(wide / scale), mask=inside)
+
+
+@triton.jit
 def store_kv_kernel(
     key_ptr,  # [num_tokens, num_kv_heads, head_dim], heads and numbers dense
     value_ptr,  # [num_tokens, num_kv_heads, head_dim]
@@ -42,9 +58,8 @@ def store_kv_kernel(
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     SCALING: tl.constexpr,  # 0: not fp8, 1: scale given, 2: scale computed and written
 ):
-    """One program writes K (axis 1: 0) or V (1) of one token."""
+    """One program writes K and V of one token; both are on their way before either is waited for."""
     token = tl.program_id(0).to(tl.int64)
-    half = tl.program_id(1)
     slot = tl.load(slot_ptr + token)
     block = slot // BLOCK_SIZE  # int64, as its product with a stride must be: a 4 GiB layer passes 2^31 elements
     offset = slot % BLOCK_SIZE
@@ -53,24 +68,14 @@ def store_kv_kernel(
         dims = tl.arange(0, BLOCK_D)[None, :]
         inside = (heads < NUM_HEADS) & (dims < HEAD_DIM)
         place = heads * HEAD_DIM + dims
-        if half == 0:
-            vector = tl.load(key_ptr + token * key_stride + place, mask=inside, other=0.0)
-        else:
-            vector = tl.load(value_ptr + token * value_stride + place, mask=inside, other=0.0)
-        row = block * block_stride + (half * BLOCK_SIZE + offset) * (NUM_HEADS * HEAD_DIM)
-        if SCALING == 0:
-            tl.store(cache_ptr + row + place, vector.to(cache_ptr.dtype.element_ty), mask=inside)
-        else:
-            wide = vector.to(tl.float32)
-            at = block * scale_block_stride + half * scale_half_stride + offset * scale_token_stride
-            scales = scale_ptr + at + heads * scale_head_stride  # [BLOCK_H, 1]
-            if SCALING == 2:
-                scale = tl.max(tl.abs(wide), axis=1)[:, None] * (1.0 / 448.0)
-                scale = tl.where(scale == 0.0, 1.0, scale)  # all zeros: any scale will do
-                tl.store(scales, scale, mask=heads < NUM_HEADS)
-            else:
-                scale = tl.load(scales, mask=heads < NUM_HEADS, other=1.0)
-            tl.store(cache_ptr + row + place, encode_e4m3(wide / scale), mask=inside)
+        key = tl.load(key_ptr + token * key_stride + place, mask=inside, other=0.0)
+        value = tl.load(value_ptr + token * value_stride + place, mask=inside, other=0.0)
+        row = block * block_stride + offset * (NUM_HEADS * HEAD_DIM)
+        at = block * scale_block_stride + offset * scale_token_stride
+        scales = scale_ptr + at + heads * scale_head_stride  # [BLOCK_H, 1]
+        store_half(key, cache_ptr, row, place, inside, scales, heads, NUM_HEADS, SCALING)
+        row += BLOCK_SIZE * NUM_HEADS * HEAD_DIM
+        store_half(value, cache_ptr, row, place, inside, scales + scale_half_stride, heads, NUM_HEADS, SCALING)
 
 
 def store_kv_launch(key: Any, value: Any, cache: KVView, slot_mapping: Any) -> Launch | None:
@@ -83,7 +88,7 @@ def store_kv_launch(key: Any, value: Any, cache: KVView, slot_mapping: Any) -> L
     scales, strides = cache.scale_arguments()
     return Launch(
         kernel=store_kv_kernel,
-        grid=(num_tokens, 2),
+        grid=(num_tokens,),
         arguments=(
             key,
             value,

@@ -234,6 +234,7 @@ def test_clocks_are_kept_with_the_run_and_flagged_in_the_fit(tmp_path: Path, mon
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_a_gpu_is_measured_and_fitted(tmp_path: Path) -> None:
     import torch
 

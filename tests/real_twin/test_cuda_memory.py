@@ -10,6 +10,7 @@ import torch
 from experiments.validation import SCENARIOS, reference_answers, run_for_real
 from experiments.validation.worlds import changed_answers, preset
 from gpu.decode_graphs import CudaCapture
+from gpu.metering import allocation_meter
 from gpu.out_of_memory import typed_out_of_memory
 from gpu.readings import CudaMemoryReader
 from gpu.real_engine import RealEngine
@@ -170,3 +171,21 @@ def test_batches_for_which_there_is_no_room_have_no_graph(settings, sizes):
     if not sizes:
         assert graphs.choose([SimpleNamespace(num_tokens=1, samples=True)]) is None
         assert graphs.report()["eager_steps"] == {"the workspace is too small for any graph": 1}
+
+
+# -- allocator calls -------------------------------------------------------------------------------------------------------
+
+
+def test_the_meter_counts_what_the_allocator_counts_and_is_never_blind(monkeypatch):
+    """A release of torch that counted under other names would else look like one that allocates nothing."""
+    stats: dict[str, int] = {}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device=None: stats)
+    meter = allocation_meter("cuda")
+    with meter:  # torch has not begun with the device
+        stats |= {"allocation.all.allocated": 3, "segment.all.allocated": 1}
+    with meter:
+        stats["allocation.all.allocated"] += 2
+    assert (meter.allocations, meter.device_allocations) == (5, 1)
+    del stats["segment.all.allocated"]
+    with pytest.raises(RuntimeError, match="does not count allocations under 'segment.all.allocated'"), meter:
+        pass

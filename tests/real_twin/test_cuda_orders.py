@@ -287,7 +287,7 @@ def test_the_splits_of_a_graph_are_those_of_its_size():
     assert splits == (2,) * 24  # 256 tokens at most, of which a split has 128 or more
     grids = {launch.grid for _, _, launch in log.of("launch") if launch.kernel.fn.__name__ == "decode_attention_kernel"}
     heads = executor.model.config.shape.num_kv_heads
-    assert grids == {(size, heads, splits[size - 1]) for size in executor.forward.graphs.sizes}
+    assert grids == {(heads, size, splits[size - 1]) for size in executor.forward.graphs.sizes}
 
 
 def test_one_sequence_alone_is_spread_over_the_device_and_a_large_batch_is_not_split():
@@ -298,8 +298,10 @@ def test_one_sequence_alone_is_spread_over_the_device_and_a_large_batch_is_not_s
         )
         config = DecoderConfig.of(model_shape("llama-3.1-8b"))
         splits = {count: decode_splits(config, engine, "cuda", count) for count in (1, 4, 16, 64, 128, 256)}
-    assert splits == {1: 64, 4: 17, 16: 5, 64: 2, 128: 1, 256: 1}
-    assert all(each == 1 or count * 8 * each >= 4 * 132 * 0.9 for count, each in splits.items())
+    # Three programs a multiprocessor keep its memory busy, five run at once: 64 x 8 and more of one program each need no split
+    # (the graph of 256 is for sequences of 8192 tokens: 2048 programs, 68 of which would run alone at the end).
+    assert splits == {1: 52, 4: 12, 16: 3, 64: 1, 128: 1, 256: 2}
+    assert all(count * 8 * each >= 3 * 132 * 0.9 for count, each in splits.items())
 
 
 def test_a_warm_up_that_fails_is_waited_for():

@@ -10,6 +10,7 @@ from experiments.acceptance import stages
 from experiments.acceptance.job import Job
 from experiments.acceptance.pressure import PressureSettings, run_pressure
 from gpu import bench
+from gpu.decode_account import SHAPES
 from tests.support.fake_cuda import fake_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -47,7 +48,7 @@ def test_decode_beside_a_copy_has_a_row_a_shape_those_with_a_bar_first(gpu, tmp_
     assert found["facts"]["copy_gb_per_s"] == pytest.approx(2 * 2**30 / 0.5e-3 / 1e9)
     rows = found["facts"]["decode"]
     assert [row["name"].split("bf16,")[1].split(",")[0] for row in rows][:2] == ["64x8192", "128x4096"]
-    assert len(rows) == len(bench.DECODE_SHAPES)
+    assert len(rows) == len(SHAPES)
     assert all(0.9 < row["copy_share"] < 1.1 for row in rows[:2])
 
 
@@ -59,6 +60,14 @@ def test_decode_below_its_share_of_a_copy_is_a_bar_not_met(gpu, tmp_path):
         "128x4096",
     ]
     assert all("less than 85%" in text for text in found["failures"])
+
+
+@pytest.mark.parametrize("error", [0.02, float("nan")])
+def test_decode_that_computes_something_else_is_a_bar_not_met_however_fast(gpu, tmp_path, monkeypatch, error):
+    monkeypatch.setattr("gpu.bench.relative_error", lambda call: error)
+    found = carried_out(stages.decode, tmp_path)
+    assert len(found["failures"]) == len(SHAPES)
+    assert all(f"off by {error} of its answer, more than 0.01" in text for text in found["failures"])
 
 
 def test_a_sweep_is_written_down_as_it_goes(gpu, tmp_path):

@@ -16,6 +16,7 @@ from gpu import (
 )
 from gpu.kernels.attention_twin import prefill_attention_twin
 from gpu.kernels.sample_twin import sample_twin
+from gpu.kernels.splits import GOOD, split_share
 from gpu.metering import StorageMeter
 from gpu.workspace import WorkspaceFullError
 from tests.support.paged_batches import Shape, paged_batch
@@ -151,8 +152,14 @@ def test_the_partial_results_of_splits_are_counted_before_the_pool_is_sized():
 
 
 @given(st.integers(1, 2000), st.integers(1, 16), st.integers(1, 200_000), st.integers(1, 200))
-def test_splits_fill_the_device_and_are_never_shorter_than_they_are_worth(num_seqs, heads, max_tokens, num_sms):
+def test_splits_are_as_few_as_use_the_memory_well_and_never_shorter_than_they_are_worth(
+    num_seqs, heads, max_tokens, num_sms
+):
     splits = choose_splits(num_seqs=num_seqs, num_kv_heads=heads, max_tokens=max_tokens, num_sms=num_sms)
     assert 1 <= splits <= 64
     assert splits == 1 or (splits - 1) * 128 < max_tokens
-    assert splits == 1 or num_seqs * heads * (splits - 1) < 4 * num_sms
+    sizes = {"pairs": num_seqs * heads, "max_tokens": max_tokens, "num_sms": num_sms, "programs_per_sm": 5}
+    most = max(1, min(-(-max_tokens // 128), 64))
+    shares = [split_share(num_splits=each, **sizes) for each in range(1, most + 1)]
+    assert all(share < GOOD for share in shares[: splits - 1])
+    assert shares[splits - 1] >= GOOD or shares[splits - 1] == max(shares)

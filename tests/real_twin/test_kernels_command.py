@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.kernels import bench_text, kernels
-from gpu.published import decode_times, nearest
+from experiments.kernels import bench_text, kernels, published_times
+from gpu.published import decode_times, few_decode_times, nearest
 from sim.core.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +103,29 @@ def test_timings_are_set_beside_the_published_ones():
         }
     )
     assert "90.0%" in text and "550" in text and "published: FA3, measured by NVIDIA" in text
+
+
+def test_without_the_tables_the_shapes_with_a_bar_have_a_published_time_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.delenv("KVTWIN_DATA", raising=False)
+    for folder in (None, tmp_path):
+        found, note = published_times(folder, "NVIDIA H200")
+        assert found(64, 8192, "bfloat16").microseconds == 490.8
+        assert "NVIDIA H200, measured by NVIDIA" in found(128, 4096, "bfloat16").source
+        assert found(64, 8192, "fp8") is None and found(256, 2048, "bfloat16") is None
+        assert note
+        assert published_times(folder, "a GPU")[0](64, 8192, "bfloat16") is None
+
+
+def test_the_few_times_are_those_of_the_tables(data_dir):
+    pytest.importorskip("pyarrow", reason="reading parquet needs the silicon extra")
+    for device in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        times, _ = decode_times(data_dir, device)
+        few = few_decode_times(device)
+        assert len(few) == 4
+        for each in few:
+            same = nearest(times, each.batch_size, each.context_tokens, each.kv_cache_dtype)
+            assert same is not None and round(same.microseconds, 1) == each.microseconds
+            assert same.source == each.source
 
 
 def test_missing_tables_are_a_note_and_no_error(tmp_path):

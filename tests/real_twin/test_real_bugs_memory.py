@@ -124,6 +124,7 @@ def test_b37_captures_come_after_the_pool_and_before_the_first_step(monkeypatch)
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # what the driver takes for graphs shows only in the free memory of the device
 def test_b37_captures_take_no_more_than_the_ledger_says(cuda_device):
     shape = model_shape("llama-3.2-1b")
     config = EngineConfig(

@@ -288,6 +288,30 @@ def test_validate_fails_on_any_difference(wrong, tmp_path, monkeypatch, capsys):
     assert "1 of 1 cells differ" in page.read_text(encoding="utf-8")
 
 
+def test_what_validate_knows_is_written_down_while_it_goes_on(tmp_path, monkeypatch):
+    """Broken off in its second scenario, as by a time limit: the first scenario's cells are there, and no verdict of all."""
+
+    class BrokenOff(Exception):
+        pass
+
+    def cell(scenario, name, device, reference):
+        if scenario.name == "swaps-0":
+            raise BrokenOff
+        well = {"decisions_equal": True, "tokens_equal": True, "leaked_blocks": 0, "fallbacks": 0, "error": None}
+        return Cell(scenario=scenario.name, preset=name, device=device, **well)
+
+    monkeypatch.setattr(command, "check_cell", cell)
+    monkeypatch.setattr(command, "reference_answers", lambda scenario, device: {})
+    with pytest.raises(BrokenOff):
+        command.validate(scenarios=["chunks-0", "swaps-0"], presets=["orca", "vllm-v1"], out=tmp_path)
+    found = json.loads((tmp_path / "validate.json").read_text(encoding="utf-8"))
+    assert [(each["scenario"], each["preset"]) for each in found["cells"]] == [
+        ("chunks-0", "orca"),
+        ("chunks-0", "vllm-v1"),
+    ]
+    assert not found["ok"]
+
+
 def test_an_account_that_is_off_by_more_than_its_tolerance_fails_the_cell():
     """tiny-llama: 427,264 B of float32 weights; 15 blocks of 4 tokens of 512 B, and 16 B of scales."""
     scenario = SCENARIOS["pressure-0"]
