@@ -96,7 +96,7 @@ class BlockPool:
         """
         if num_blocks > self.num_free:
             return None
-        ref_cnt, freed, index, registered = self._ref_cnt, self._freed, self.index, self.index.block_ids
+        ref_cnt = self._ref_cnt
         self.num_free -= num_blocks
         self.num_taken += num_blocks
         first_unused = len(ref_cnt)
@@ -106,14 +106,12 @@ class BlockPool:
             ref_cnt.extend([1] * unused)
             taken = list(range(first_unused, first_unused + unused))
         if num_blocks > unused:
-            reused = freed.pop(num_blocks - unused)
+            reused = self._freed.pop(num_blocks - unused)
             for block_id in reused:
                 ref_cnt[block_id] = 1
             taken += reused
-        if self.num_cached:
-            lost = list(filter(registered.__contains__, taken))
-            self.num_cached -= len(lost)
-            index.drop_all(lost)
+            if self.num_cached:
+                self.num_cached -= self.index.drop_all(reused)
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -166,15 +164,13 @@ class BlockPool:
         Raises DoubleFreeError, and changes nothing, if one of them is not held.
         """
         self._refuse_double_release(block_ids, by)
-        ref_cnt, released_by = self._ref_cnt, self._released_by
-        idle: list[int] = []
-        for block_id in reversed(block_ids):
-            if block_id == NO_BLOCK:
-                continue
+        ref_cnt = self._ref_cnt
+        given = list(filter(None, reversed(block_ids)))  # without NO_BLOCK
+        for block_id in given:
             ref_cnt[block_id] -= 1
-            released_by[block_id] = by
-            if not ref_cnt[block_id]:
-                idle.append(block_id)
+        released = dict.fromkeys(given, by)
+        self._released_by.update(released)
+        idle = [block_id for block_id in released if not ref_cnt[block_id]]
         quarantine = self._quarantine
         if fence is not None:
             quarantine.wait(idle, fence, worth)

@@ -1,48 +1,17 @@
 """The prefix index: which block holds the KV of which tokens.
 
 A block's key is an integer that stands for the whole chain of content from the first token to the block's last, and for
-the namespace it was computed in. Chains are interned, not hashed: two keys are equal only if every typed part of
-both chains is equal (invariant I7), so there is nothing to collide.
+the namespace it was computed in: the number of the chain (see `chains`), with the block's place where a chain has several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 
-from .request import Namespace, RequestSpec
+from .chains import KeyTable
+from .request import RequestSpec
 
 _INDEX_BITS = 32
-
-
-class KeyTable:
-    """Gives every distinct chain of content a number, and every private continuation a number of its own."""
-
-    def __init__(self) -> None:
-        self._chains: dict[Hashable, int] = {}
-        self._next = 1
-
-    def chain(self, namespace: Namespace, span_tokens: int, contents: Iterable[Hashable]) -> list[int]:
-        """For each of `contents`, which names `span_tokens` tokens, the chain that ends with it and starts in `namespace`."""
-        last = self._intern((namespace, span_tokens))
-        chains, fresh = self._chains, self._next
-        made: list[int] = []
-        for content in contents:
-            last = chains.setdefault((last, content.__class__, content), fresh)  # the class, because 1 == True == 1.0
-            fresh += last == fresh
-            made.append(last)
-        self._next = fresh
-        return made
-
-    def private(self) -> int:
-        """A chain that nothing else will ever equal."""
-        self._next += 1
-        return self._next - 1
-
-    def _intern(self, start: tuple[Namespace, int]) -> int:
-        chain = self._chains.get(start)
-        if chain is None:
-            chain = self._chains[start] = self.private()
-        return chain
 
 
 class BlockKeys:
@@ -93,12 +62,12 @@ class BlockKeys:
         return keys
 
     def _named_keys(self, start: int, stop: int) -> list[int]:
-        """Of blocks [start, stop) that lie in named content: the chain that a block ends in, and its place."""
+        """Of blocks [start, stop) that lie in named content: the chain that a block ends in, with its place if others end in it too."""
         chains, block_size, span = self._shared_chains(), self._block_size, self._spec.content_block_tokens
-        if span < 4 * block_size:  # a range for each content would cost more than a number for each block
-            return [
-                chains[((index + 1) * block_size - 1) // span] << _INDEX_BITS | index for index in range(start, stop)
-            ]
+        if span == block_size:
+            return chains[start:stop]
+        if span < block_size:  # no chain ends in two blocks: it says which block it is
+            return [chains[((index + 1) * block_size - 1) // span] for index in range(start, stop)]
         keys: list[int] = []
         for content in range(((start + 1) * block_size - 1) // span, (stop * block_size - 1) // span + 1):
             base, end = chains[content] << _INDEX_BITS, min((content + 1) * span // block_size, stop)
@@ -154,12 +123,16 @@ class PrefixIndex:
         """The key under which a block is registered."""
         return self._key_of.get(block_id)
 
-    def add(self, block_ids: Iterable[int], keys: Iterable[int]) -> None:
-        """Register that each of `block_ids` holds the content of its key.
+    def add(self, block_ids: Sequence[int], keys: Sequence[int]) -> None:
+        """Register that each of `block_ids` holds the content of its key; no key comes twice.
 
         A block already registered keeps its key; 0 (no block) is passed over.
         """
         key_of, first = self._key_of, self._first
+        if first.keys().isdisjoint(keys) and key_of.keys().isdisjoint(block_ids) and 0 not in block_ids:
+            key_of.update(zip(block_ids, keys, strict=True))
+            first.update(zip(keys, block_ids, strict=True))
+            return
         for block_id, key in zip(block_ids, keys, strict=True):
             if block_id in key_of or not block_id:
                 continue
@@ -187,17 +160,18 @@ class PrefixIndex:
         if others is not None and not others:
             del self._others[key]
 
-    def drop_all(self, block_ids: Iterable[int]) -> None:
-        """`drop` each."""
+    def drop_all(self, block_ids: Iterable[int]) -> int:
+        """`drop` each; returns how many were registered."""
+        before, key_of, first = len(self._key_of), self._key_of, self._first
         if self._others:
             for block_id in block_ids:
                 self.drop(block_id)
-            return
-        key_of, first = self._key_of, self._first
-        for block_id in block_ids:
-            key = key_of.pop(block_id, None)
-            if key is not None:
-                del first[key]
+        else:
+            for block_id in block_ids:
+                key = key_of.pop(block_id, None)
+                if key is not None:
+                    del first[key]
+        return before - len(key_of)
 
     def find(self, keys: Iterable[int], barred: Collection[int] = ()) -> list[int]:
         """Blocks that hold the longest run of `keys` from the first; `barred` blocks count as absent."""

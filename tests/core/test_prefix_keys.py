@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.core.chains import KeyTable
 from sim.core.config import EngineConfig
-from sim.core.prefix import BlockKeys, KeyTable
+from sim.core.prefix import BlockKeys
 from sim.core.request import Namespace, Outcome, RequestSpec
 from sim.costs.constant import FixedCost
 from sim.world import run_world
