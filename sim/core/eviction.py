@@ -19,7 +19,6 @@ class FreeQueue(Protocol):
     """Free blocks that have been used before."""
 
     def __len__(self) -> int: ...
-    def __contains__(self, block_id: object) -> bool: ...
     def add(self, block_ids: Collection[int], worth: float) -> None:
         """Blocks became free; `worth` is how much the releasing request's content is worth keeping."""
         ...
@@ -70,35 +69,28 @@ class LruQueue:
 
     def __init__(self, is_findable: Callable[[int], bool]) -> None:
         self._queue: deque[int] = deque()
-        self._blocks: set[int] = set()
+        self._num_left = 0
         self._left: dict[int, int] = {}  # how many entries of a block count no more
         self._aside: set[int] = set()  # still in the queue
 
     def __len__(self) -> int:
-        return len(self._blocks) - len(self._aside)
-
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self._blocks and block_id not in self._aside
+        return len(self._queue) - self._num_left - len(self._aside)
 
     def add(self, block_ids: Collection[int], worth: float) -> None:
         """To the end of the queue."""
         self._queue.extend(block_ids)
-        self._blocks.update(block_ids)
 
     def pop(self, count: int) -> list[int]:
         """From its head."""
         take = self._queue.popleft
-        taken = self._pick(count) if self._left or self._aside else [take() for _ in range(count)]
-        self._blocks.difference_update(taken)
-        return taken
-
-    def _pick(self, count: int) -> list[int]:
-        """The same where entries count no more, or are to be passed over."""
+        if not self._left and not self._aside:
+            return [take() for _ in range(count)]
         taken: list[int] = []
         passed: list[int] = []
         while len(taken) < count:
-            block_id = self._queue.popleft()
+            block_id = take()
             if left := self._left.pop(block_id, 0):
+                self._num_left -= 1
                 if left > 1:
                     self._left[block_id] = left - 1
             elif block_id in self._aside:
@@ -110,14 +102,18 @@ class LruQueue:
 
     def remove(self, block_id: int) -> None:
         """From the middle."""
-        self._blocks.remove(block_id)
         self._left[block_id] = self._left.get(block_id, 0) + 1
-        if len(self._queue) > 64 + 2 * len(self._blocks):
+        self._num_left += 1
+        if self._num_left > 64 + len(self._queue) // 2:
             self._queue = deque(self._entries())
             self._left.clear()
+            self._num_left = 0
 
-    def _entries(self) -> Iterator[int]:
+    def _entries(self) -> Iterable[int]:
         """Those that count, in order."""
+        return self._counting() if self._left else self._queue
+
+    def _counting(self) -> Iterator[int]:
         seen: dict[int, int] = {}
         for block_id in self._queue:
             if seen.get(block_id, 0) < self._left.get(block_id, 0):
@@ -144,12 +140,11 @@ class LruQueue:
 
     def peek(self, count: int) -> list[int]:
         """The head."""
-        entries = self._entries() if self._left else self._queue
-        return list(islice(filterfalse(self._aside.__contains__, entries), count))
+        return list(islice(filterfalse(self._aside.__contains__, self._entries()), count))
 
     def keys(self) -> Set[int]:
         """The blocks."""
-        return self._blocks - self._aside if self._aside else self._blocks
+        return set(self._entries()) - self._aside
 
 
 EVICTIONS: dict[str, Callable[[Callable[[int], bool]], FreeQueue]] = {

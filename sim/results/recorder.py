@@ -142,8 +142,9 @@ class Recorder:
             row.memory = self.memory.committed(row.memory, plan, result, committed)
         if committed.first_gap_fs is not None:
             self.gap_segments.append(Segment(1, committed.first_gap_fs))
-            self.gap_segments += result.durations.prefix(committed.computed).without_first().segments
-        self._integrate(plan, result, committed)
+            if committed.computed > 1:
+                self.gap_segments += result.durations.prefix(committed.computed).without_first().segments
+        self._integrate(result, committed)
         self._count_in_system(core.num_unfinished, row.end_fs)
 
     def idled(self, span_fs: int, used: int, slots: int, written: int) -> None:
@@ -183,26 +184,32 @@ class Recorder:
         self._in_system_fs += self._in_system * (now_fs - self._in_system_since_fs)
         self._in_system, self._in_system_since_fs = now_in_system, now_fs
 
-    def _integrate(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
+    def _integrate(self, result: StepResult, committed: Committed) -> None:
         integrals, durations, more = self.integrals, result.durations, committed.written_per_step
         # A step that ran out of memory writes nothing: it has the tokens of the step before it.
         failed = result.steps - 1 if result.oom is not None and committed.computed else None
-        start_fs = start_moment_fs = 0
+        time_by_used, worst = integrals.time_by_used_blocks, integrals.worst_unfilled
+        slots_fs = emptied_fs = start_fs = 0
         ends = [*[step for step, _ in committed.usage[1:]], result.steps]
-        for index, (step, used) in enumerate(committed.usage):
-            next_step = ends[index]
-            end_fs, end_moment_fs = durations.before_fs(next_step), durations.moment_fs(next_step)
-            if failed is not None and next_step > failed:
-                end_moment_fs -= end_fs - durations.before_fs(failed)
+        parts = zip(committed.usage, ends, committed.table_slots, committed.emptied_slots, strict=True)
+        for (step, used), end, slots, emptied in parts:
+            end_fs = durations.before_fs(end)
             span_fs = end_fs - start_fs
-            slots, written = committed.table_slots[index], committed.written_tokens - committed.emptied_slots[index]
-            written_fs = written * span_fs + more * (end_moment_fs - start_moment_fs)
-            integrals.time_by_used_blocks[used] = integrals.time_by_used_blocks.get(used, 0) + span_fs
-            integrals.table_slots += slots * span_fs
-            integrals.unfilled_slots += slots * span_fs - written_fs
-            unfilled = (slots - written - more * (step - (step == failed))) / slots
-            integrals.worst_unfilled = max(integrals.worst_unfilled, unfilled)
-            start_fs, start_moment_fs = end_fs, end_moment_fs
+            time_by_used[used] = time_by_used.get(used, 0) + span_fs
+            slots_fs += slots * span_fs
+            emptied_fs += emptied * span_fs
+            written = committed.written_tokens - emptied + more * (step - (step == failed))
+            unfilled = (slots - written) / slots
+            if unfilled > worst:
+                worst = unfilled
+            start_fs = end_fs
+        moment_fs = durations.moment_fs(result.steps) if more else 0
+        if failed is not None:
+            moment_fs -= durations.total_fs - durations.before_fs(failed)
+        written_fs = committed.written_tokens * durations.total_fs - emptied_fs + more * moment_fs
+        integrals.table_slots += slots_fs
+        integrals.unfilled_slots += slots_fs - written_fs
+        integrals.worst_unfilled = worst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
