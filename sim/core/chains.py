@@ -37,9 +37,12 @@ class KeyTable:
         last = self._starts.get((namespace, span_tokens))
         if last is None:
             last = self._starts[namespace, span_tokens] = self.private()
-        made = [last]
-        for kind, alike in groupby(contents, type):
-            self._follow(made, kind, tuple(alike))
+        contents, made = tuple(contents), [last]
+        if len(set(map(type, contents))) == 1:
+            self._follow(made, type(contents[0]), contents)
+        else:
+            for kind, alike in groupby(contents, type):
+                self._follow(made, kind, tuple(alike))
         return made[1:]
 
     def private(self) -> int:

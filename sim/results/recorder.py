@@ -101,18 +101,19 @@ class Recorder:
         if not plan.shape.computes:
             self._row = None
             return
-        pool = core.pool
+        pool, waiting = core.pool, core.num_waiting
         version = core.version if plan.shape.decode_seqs and not plan.shape.prefill else None
         self._row = self._row if self._row and version is not None and self._continues(plan.start_fs, version) else None
         if self._row is None:
+            used = pool.num_owned
             self._row = Row(
                 start_fs=plan.start_fs,
                 end_fs=plan.start_fs,
                 steps=0,
                 running=core.num_running,
-                waiting=core.num_waiting,
-                used_blocks=pool.num_owned,
-                used_blocks_end=pool.num_owned,
+                waiting=waiting,
+                used_blocks=used,
+                used_blocks_end=used,
                 cached_blocks=pool.num_cached,
                 free_blocks=pool.num_free - pool.num_cached,
                 quarantined_blocks=pool.num_quarantined,
@@ -122,7 +123,7 @@ class Recorder:
             )
             self.rows.append(self._row)
         self._row.open = True
-        self._row.waiting = max(self._row.waiting, core.num_waiting)
+        self._row.waiting = max(self._row.waiting, waiting)
 
     def committed(self, plan: StepPlan, result: StepResult, committed: Committed, core: EngineCore) -> None:
         """The steps of a plan, or those of them that were done, are over."""
