@@ -263,9 +263,11 @@ class BlockPool:
 
     def _refuse_double_release(self, block_ids: Sequence[int], by: str) -> None:
         ref_cnt = self._ref_cnt
-        if not block_ids:
-            return
-        if max(block_ids) >= len(ref_cnt) or not all(map(ref_cnt.__getitem__, block_ids)):
+        try:
+            all_held = all(map(ref_cnt.__getitem__, block_ids))
+        except IndexError:  # one of them has never been used
+            all_held = False
+        if not all_held:
             for block_id in block_ids:
                 if block_id >= len(ref_cnt):
                     raise DoubleFreeError(block_id, "nobody (it was never allocated)", by)

@@ -190,11 +190,11 @@ class Recorder:
         # A step that ran out of memory writes nothing: it has the tokens of the step before it.
         failed = result.steps - 1 if result.oom is not None and committed.computed else None
         time_by_used, worst = integrals.time_by_used_blocks, integrals.worst_unfilled
-        slots_fs = emptied_fs = start_fs = 0
-        ends = [*[step for step, _ in committed.usage[1:]], result.steps]
-        parts = zip(committed.usage, ends, committed.table_slots, committed.emptied_slots, strict=True)
-        for (step, used), end, slots, emptied in parts:
-            end_fs = durations.before_fs(end)
+        slots_fs = emptied_fs = 0
+        starts_fs = [durations.before_fs(step) for step, _ in committed.usage]
+        ends_fs = [*starts_fs[1:], durations.total_fs]
+        spans = zip(committed.usage, committed.table_slots, committed.emptied_slots, starts_fs, ends_fs, strict=True)
+        for (step, used), slots, emptied, start_fs, end_fs in spans:
             span_fs = end_fs - start_fs
             time_by_used[used] = time_by_used.get(used, 0) + span_fs
             slots_fs += slots * span_fs
@@ -203,7 +203,6 @@ class Recorder:
             unfilled = (slots - written) / slots
             if unfilled > worst:
                 worst = unfilled
-            start_fs = end_fs
         moment_fs = durations.moment_fs(result.steps) if more else 0
         if failed is not None:
             moment_fs -= durations.total_fs - durations.before_fs(failed)
