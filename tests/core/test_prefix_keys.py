@@ -143,6 +143,33 @@ def test_two_engines_with_their_own_tables_give_the_same_keys_for_the_same_calls
     assert keys_of(spec, 16, KeyTable()) == keys_of(spec, 16, KeyTable())
 
 
+@given(st.lists(st.lists(st.sampled_from([1, True, 1.0, "1", 2]), max_size=8), max_size=12))
+def test_chains_are_equal_exactly_where_typed_contents_are_however_sequences_part(
+    sequences: list[list[object]],
+) -> None:
+    """Contents that nobody has parted from are kept in one piece; which pieces there are must not show."""
+    table = KeyTable()
+    number_of: dict[object, int] = {}
+    for sequence in sequences:
+        chains = table.chain(Namespace(), 16, tuple(sequence))
+        assert len(chains) == len(sequence)
+        for end, chain in enumerate(chains, start=1):
+            typed = tuple((type(content), content) for content in sequence[:end])
+            assert number_of.setdefault(typed, chain) == chain
+    assert len(set(number_of.values())) == len(number_of)
+
+
+def test_a_long_prompt_nobody_has_seen_shares_what_another_one_begins_with() -> None:
+    table = KeyTable()
+    first = table.chain(Namespace(), 16, tuple(range(1000)))
+    shorter = table.chain(Namespace(), 16, tuple(range(400)))
+    parting = table.chain(Namespace(), 16, (*range(600), *range(2000, 2100)))
+    assert shorter == first[:400]
+    assert parting[:600] == first[:600]
+    assert not set(parting[600:]) & set(first)
+    assert table.chain(Namespace(), 16, tuple(range(1000))) == first
+
+
 # -- what an engine makes of them -----------------------------------------------------------------------------------
 
 
