@@ -1,75 +1,104 @@
-"""Chains of content: numbers for everything that a sequence can begin with.
+"""Chains of content: keys for the blocks of everything that a sequence can begin with.
 
-A chain is interned, not hashed: two have the same number only if every typed part of both is equal (invariant I7), so there is
-nothing to collide. Contents that have only been seen one after the other are kept, and compared, in one piece: a tree of content
-whose branches begin where sequences part. So a prompt that nobody has seen before costs one look-up, however long it is.
+Chains are interned, not hashed: two blocks have the same key only if every typed part of their chains is equal (invariant I7), so
+there is nothing to collide. They are kept as a tree whose branches begin where sequences part: contents that have only been
+seen one after the other are kept, and compared, in one piece, and their blocks have consecutive keys. So a prompt that nobody has
+seen before costs one look-up, however long it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import groupby
 
 from .request import Namespace
 
+_Branches = dict[tuple[type, Hashable], "_Run"]
+"""Runs by their first content, with its class, because 1 == True == 1.0."""
+
 
 class _Run:
-    """Contents that nothing has come between yet; `contents[i]` ends the chain number `first + i`."""
+    """Contents of one class that nothing has come between yet, and what has come after them."""
 
-    __slots__ = ("contents", "first")
+    __slots__ = ("after", "contents", "first_key")
 
-    def __init__(self, contents: tuple[Hashable, ...], first: int) -> None:
+    def __init__(self, contents: tuple[Hashable, ...], first_key: int) -> None:
         self.contents = contents
-        self.first = first
+        self.first_key = first_key
+        """Of the first block that ends in them; the others have those that follow."""
+        self.after: _Branches = {}
 
 
 class KeyTable:
-    """Gives every distinct chain of content a number, and every private continuation a number of its own."""
+    """Gives the blocks of every distinct chain of content keys, and every private continuation a number of its own."""
 
     def __init__(self) -> None:
-        self._starts: dict[tuple[Namespace, int], int] = {}
-        self._runs: dict[tuple[int, type, Hashable], _Run] = {}
-        """Each run by the chain that it follows and its first content, with that one's class, because 1 == True == 1.0."""
+        self._starts: dict[tuple[Namespace, int, int], _Branches] = {}
+        self._prompts: dict[Hashable, int] = {}
         self._next = 1
 
-    def chain(self, namespace: Namespace, span_tokens: int, contents: Iterable[Hashable]) -> list[int]:
-        """For each of `contents`, which names `span_tokens` tokens, the chain that ends with it and starts in `namespace`."""
-        last = self._starts.get((namespace, span_tokens))
-        if last is None:
-            last = self._starts[namespace, span_tokens] = self.private()
-        contents, made = tuple(contents), [last]
-        if len(set(map(type, contents))) == 1:
-            self._follow(made, type(contents[0]), contents)
-        else:
-            for kind, alike in groupby(contents, type):
-                self._follow(made, kind, tuple(alike))
-        return made[1:]
+    def shared(
+        self, namespace: Namespace, span_tokens: int, block_size: int, contents: tuple[Hashable, ...]
+    ) -> list[range]:
+        """The keys of the blocks that end in `contents`, which name `span_tokens` tokens each and start in `namespace`; in order, in
+        pieces of consecutive keys.
+        """
+
+        def blocks(start: int, stop: int) -> int:
+            """How many end in contents [start, stop)."""
+            return stop * span_tokens // block_size - start * span_tokens // block_size
+
+        after = self._starts.setdefault((namespace, span_tokens, block_size), {})
+        keys: list[range] = []
+        at = 0
+        for kind, stop in _classes(contents):
+            while at < stop:
+                run = after.get((kind, contents[at]))
+                if run is None:
+                    run = after[kind, contents[at]] = _Run(contents[at:stop], self._next)
+                    self._next += blocks(at, stop)
+                same = common_prefix(run.contents, contents[at : min(at + len(run.contents), stop)])
+                num_keys = blocks(at, at + same)
+                if same < len(run.contents) and at + same < len(contents):
+                    run = _part(after, run, same, num_keys)
+                keys.append(range(run.first_key, run.first_key + num_keys))
+                after, at = run.after, at + same
+        return keys
 
     def private(self) -> int:
-        """A chain that nothing else will ever equal."""
+        """A number that nothing else will ever have."""
         self._next += 1
         return self._next - 1
 
-    def _follow(self, made: list[int], kind: type, contents: tuple[Hashable, ...]) -> None:
-        """Append the chains that go on from the last of `made` with `contents`, all of one class."""
-        at = 0
-        while at < len(contents):
-            after = (made[-1], kind, contents[at])
-            run = self._runs.get(after)
-            if run is None:
-                run = self._runs[after] = _Run(contents[at:], self._next)
-                self._next += len(run.contents)
-            same = common_prefix(run.contents, contents[at : at + len(run.contents)])
-            made += range(run.first, run.first + same)
-            at += same
-            if same < len(run.contents) and at < len(contents):
-                self._part(run, kind, same)
+    def prompt(self, namespace: Namespace, contents: tuple[Hashable, ...], sample_of: str) -> int:
+        """The number that all samples of one request have for their prompt."""
+        prompt = (namespace, tuple(map(type, contents)), contents, sample_of)
+        if prompt not in self._prompts:
+            self._prompts[prompt] = self.private()
+        return self._prompts[prompt]
 
-    def _part(self, run: _Run, kind: type, index: int) -> None:
-        """A chain goes on in another way than `run` does before its content `index`, which now begins a run of its own."""
-        rest = _Run(run.contents[index:], run.first + index)
-        self._runs[rest.first - 1, kind, rest.contents[0]] = rest
-        run.contents = run.contents[:index]
+
+def _part(branches: _Branches, run: _Run, index: int, num_keys: int) -> _Run:
+    """Somebody goes on in another way than `run` does after its first `index` contents, in which `num_keys` blocks end: those become a
+    run of their own, which is returned.
+    """
+    head = _Run(run.contents[:index], run.first_key)
+    run.contents = run.contents[index:]
+    run.first_key += num_keys
+    kind = type(head.contents[0])
+    branches[kind, head.contents[0]] = head
+    head.after[kind, run.contents[0]] = run
+    return head
+
+
+def _classes(contents: tuple[Hashable, ...]) -> list[tuple[type, int]]:
+    """The stretches of contents of one class: the class, and where it ends."""
+    if len(set(map(type, contents))) == 1:
+        return [(type(contents[0]), len(contents))]
+    ends: list[tuple[type, int]] = []
+    for kind, alike in groupby(contents, type):
+        ends.append((kind, (ends[-1][1] if ends else 0) + len(list(alike))))
+    return ends
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:

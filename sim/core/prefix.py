@@ -1,7 +1,7 @@
 """The prefix index: which block holds the KV of which tokens.
 
 A block's key is an integer that stands for the whole chain of content from the first token to the block's last, and for
-the namespace it was computed in: the number of the chain (see `chains`), with the block's place where a chain has several.
+the namespace it was computed in (see `chains`); what nothing names has a number of its own, and the block's place in it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ class BlockKeys:
     content that nothing names, have keys private to the request: it can find them again after a preemption, nobody else can.
     """
 
-    __slots__ = ("_block_size", "_chains", "_history", "_num_named", "_private", "_spec", "_table", "num_shared")
+    __slots__ = ("_block_size", "_history", "_num_named", "_private", "_shared", "_spec", "_table", "num_shared")
 
     def __init__(self, spec: RequestSpec, block_size: int, table: KeyTable) -> None:
         self._spec = spec
         self._block_size = block_size
         self._table = table
-        self._chains: list[int] | None = None
+        self._shared: list[range] | None = None
+        """Keys of the blocks in named content, in pieces."""
         self._private = 0
         self._history: list[tuple[int, int]] = []
-        """`(block, chain)`: private chains that were in use up to that block, before the request went on as a copy of another one."""
+        """`(block, number)`: private numbers that were in use up to that block, before the request went on as a copy of another one."""
         self._num_named = spec.named_tokens // block_size
         whole_prompt = spec.input_tokens // block_size if spec.sample_of else 0
         self.num_shared = max(self._num_named, whole_prompt)
@@ -46,7 +47,7 @@ class BlockKeys:
         keys = self._named_keys(start, shared_stop) if start < shared_stop else []
         sampled_stop = min(stop, self.num_shared)
         if max(start, shared_stop) < sampled_stop:
-            base = self._prompt_chain() << _INDEX_BITS
+            base = self._prompt_number() << _INDEX_BITS
             keys += range(base + max(start, shared_stop), base + sampled_stop)
         first_private = max(start, sampled_stop)
         if first_private < stop:
@@ -62,17 +63,19 @@ class BlockKeys:
         return keys
 
     def _named_keys(self, start: int, stop: int) -> list[int]:
-        """Of blocks [start, stop) that lie in named content: the chain that a block ends in, with its place if others end in it too."""
-        chains, block_size, span = self._shared_chains(), self._block_size, self._spec.content_block_tokens
-        if span == block_size:
-            return chains[start:stop]
-        if span < block_size:  # no chain ends in two blocks: it says which block it is
-            return [chains[((index + 1) * block_size - 1) // span] for index in range(start, stop)]
+        """Of blocks [start, stop) that lie in named content."""
+        if self._shared is None:
+            spec = self._spec
+            self._shared = self._table.shared(
+                spec.namespace, spec.content_block_tokens, self._block_size, spec.content_ids
+            )
         keys: list[int] = []
-        for content in range(((start + 1) * block_size - 1) // span, (stop * block_size - 1) // span + 1):
-            base, end = chains[content] << _INDEX_BITS, min((content + 1) * span // block_size, stop)
-            keys += range(base + start, base + end)
-            start = end
+        first = 0
+        for piece in self._shared:
+            if first >= stop:
+                break
+            keys += piece[max(start - first, 0) : stop - first]
+            first += len(piece)
         return keys
 
     def follow(self, source: BlockKeys, block: int) -> None:
@@ -83,16 +86,10 @@ class BlockKeys:
         self._history = [*kept, (block, source._private)]
         self._private = self._table.private()
 
-    def _prompt_chain(self) -> int:
-        """The chain of a prompt that nothing names, shared by the samples of one request."""
+    def _prompt_number(self) -> int:
+        """That of a prompt that nothing names, shared by the samples of one request."""
         spec = self._spec
-        return self._table.chain(spec.namespace, 0, (*spec.content_ids, ("prompt of", spec.sample_of)))[-1]
-
-    def _shared_chains(self) -> list[int]:
-        if self._chains is None:
-            spec = self._spec
-            self._chains = self._table.chain(spec.namespace, spec.content_block_tokens, spec.content_ids)
-        return self._chains
+        return self._table.prompt(spec.namespace, spec.content_ids, spec.sample_of)
 
 
 class PrefixIndex:
