@@ -35,10 +35,14 @@ def sequences(
         forking = Forking(width=workload["n"])
     if forking is not None:
         _check(forking, policy["policy"], config)
-    changes: dict[str, Any] = {"n": width if width > 1 else workload["n"], "forking": forking}
+    changes: dict[str, Any] = {}
+    if max(width, workload["n"]) > 1:
+        changes = {"n": width if width > 1 else workload["n"], "forking": forking}
     if not workload["ignore_eos"]:
         changes["max_tokens"] = None
-    return [sample for spec in requests for sample in samples(replace(spec, **changes))]
+    if changes:
+        requests = [replace(spec, **changes) for spec in requests]
+    return [sample for spec in requests for sample in samples(spec)]
 
 
 def _check(forking: Forking, preset: str, config: EngineConfig) -> None:

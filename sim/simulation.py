@@ -19,6 +19,7 @@ from .assembly import (
     policy_of,
     start_arguments,
 )
+from .garbage import few_collections
 from .policy_parts import idle_parts
 from .provenance import provenance
 from .resolve import Resolved, resolve
@@ -57,6 +58,7 @@ MakeRealEngine = Callable[["Resolved", "Sequence[RequestSpec]"], RealEngine]
 """Makes what runs a resolved scenario with these requests."""
 
 
+@few_collections()
 def simulate(
     scenario: Scenario,
     seed: int | None = None,

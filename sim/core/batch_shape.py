@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class BatchShape:
-    """What a cost model needs to know about the work of one step; no identities, only sizes."""
+    """What a cost model needs to know about the work of one step; no identities, only sizes. Never changed, so it can be a key."""
 
     prefill: tuple[tuple[int, int], ...] = ()
     """One `(num_tokens, context_tokens)` a prefill chunk: tokens computed now, tokens already in the KV cache."""

@@ -53,7 +53,7 @@ class BlockPool:
         self.ages = isinstance(self._freed, RetentionQueue)
         """Whether the order in which blocks are taken depends on the time, so that `tick` matters."""
         self._quarantine = Quarantine()
-        self._released_by: dict[int, str] = {}
+        self._released_by = [""]  # of every block in `_ref_cnt`: who gave it back last
         self.num_free = num_blocks
         """Blocks that can be allocated now, cached ones included."""
         self.num_cached = 0
@@ -96,7 +96,7 @@ class BlockPool:
         """
         if num_blocks > self.num_free:
             return None
-        ref_cnt, freed, index, registered = self._ref_cnt, self._freed, self.index, self.index.block_ids
+        ref_cnt = self._ref_cnt
         self.num_free -= num_blocks
         self.num_taken += num_blocks
         first_unused = len(ref_cnt)
@@ -104,16 +104,15 @@ class BlockPool:
         taken: list[int] = []
         if unused:  # never used blocks stand at the head of the queue: they were queued first
             ref_cnt.extend([1] * unused)
+            self._released_by.extend([""] * unused)
             taken = list(range(first_unused, first_unused + unused))
         if num_blocks > unused:
-            reused = freed.pop(num_blocks - unused)
+            reused = self._freed.pop(num_blocks - unused)
             for block_id in reused:
                 ref_cnt[block_id] = 1
             taken += reused
-        if self.num_cached:
-            lost = list(filter(registered.__contains__, taken))
-            self.num_cached -= len(lost)
-            index.drop_all(lost)
+            if self.num_cached:
+                self.num_cached -= self.index.drop_all(reused)
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -124,7 +123,7 @@ class BlockPool:
         block_ids = list(block_ids)
         ref_cnt = self._ref_cnt
         for block_id in block_ids:
-            if block_id != NO_BLOCK and not self.ref_cnt(block_id) and block_id not in self._freed:
+            if block_id != NO_BLOCK and not self.ref_cnt(block_id) and not self.is_free(block_id):
                 where = "in quarantine" if block_id in self._quarantine.blocks else "not allocated"
                 raise ValueError(f"block {block_id} is {where}: its content cannot be shared")
         for block_id in block_ids:
@@ -168,12 +167,10 @@ class BlockPool:
         self._refuse_double_release(block_ids, by)
         ref_cnt, released_by = self._ref_cnt, self._released_by
         idle: list[int] = []
-        for block_id in reversed(block_ids):
-            if block_id == NO_BLOCK:
-                continue
-            ref_cnt[block_id] -= 1
+        for block_id in filter(None, reversed(block_ids)):  # without NO_BLOCK
             released_by[block_id] = by
-            if not ref_cnt[block_id]:
+            ref_cnt[block_id] = left = ref_cnt[block_id] - 1
+            if not left:
                 idle.append(block_id)
         quarantine = self._quarantine
         if fence is not None:
@@ -206,7 +203,7 @@ class BlockPool:
 
     def is_free(self, block_id: int) -> bool:
         """Whether a block that was used before can be allocated."""
-        return block_id in self._freed
+        return block_id < len(self._ref_cnt) and not self._ref_cnt[block_id] and block_id not in self._quarantine.blocks
 
     @property
     def being_read(self) -> KeysView[int]:
@@ -227,7 +224,7 @@ class BlockPool:
         """Drop the keys of blocks whose content was never computed."""
         known = [block_id for block_id in dict.fromkeys(block_ids) if block_id in self.index]
         for block_id in known:
-            if block_id in self._freed:
+            if self.is_free(block_id):
                 self.num_cached -= 1
             self.index.drop(block_id)
         if known:
@@ -266,12 +263,16 @@ class BlockPool:
 
     def _refuse_double_release(self, block_ids: Sequence[int], by: str) -> None:
         ref_cnt = self._ref_cnt
-        all_held = not block_ids or (max(block_ids) < len(ref_cnt) and min(map(ref_cnt.__getitem__, block_ids)) > 0)
+        try:
+            all_held = all(map(ref_cnt.__getitem__, block_ids))
+        except IndexError:  # one of them has never been used
+            all_held = False
         if not all_held:
             for block_id in block_ids:
-                if block_id and (block_id >= len(ref_cnt) or ref_cnt[block_id] < 1):
-                    first = self._released_by.get(block_id, "nobody (it was never allocated)")
-                    raise DoubleFreeError(block_id, first, by)
+                if block_id >= len(ref_cnt):
+                    raise DoubleFreeError(block_id, "nobody (it was never allocated)", by)
+                if block_id and not ref_cnt[block_id]:
+                    raise DoubleFreeError(block_id, self._released_by[block_id], by)
         if len(set(block_ids)) != len(block_ids):
             for block_id, times in Counter(block_ids).items():
                 if block_id and times > ref_cnt[block_id]:

@@ -81,11 +81,6 @@ class Draft:
         return bool(self.preempted) or self.blocks_come
 
     @property
-    def swapped_blocks(self) -> int:
-        """Blocks copied between the device and the CPU pool, both directions together."""
-        return sum(len(pairs) for _, pairs in (*self.swap_outs, *self.swap_ins))
-
-    @property
     def changed_queue(self) -> bool:
         """Whether somebody left the running set or the queue, so that a second look may find something to do."""
         return bool(self.preempted or self.unservable or self.turned_away)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
     """`steps` consecutive step durations in arithmetic progression: `first_fs + i * growth_fs` for i in [0, steps)."""
 
@@ -25,11 +25,24 @@ class Segment:
         return self.first_fs * pairs + self.growth_fs * squares
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Durations:
-    """The durations of the consecutive steps of a stretch, kept in closed form. Steps are numbered from 0."""
+    """The durations of the consecutive steps of a stretch, kept in closed form. Steps are numbered from 0.
+
+    Never changed; not frozen, like all that is made anew for every stretch, because making a frozen one takes three times as long.
+    """
 
     segments: tuple[Segment, ...]
+    steps: int = field(init=False, repr=False, compare=False)
+    """How many steps there are."""
+    total_fs: int = field(init=False, repr=False, compare=False)
+    """Duration of the whole stretch."""
+
+    def __post_init__(self) -> None:
+        self.steps = self.total_fs = 0
+        for segment in self.segments:
+            self.steps += segment.steps
+            self.total_fs += segment.total_fs(segment.steps)
 
     @classmethod
     def one(cls, duration_fs: int) -> Durations:
@@ -45,18 +58,6 @@ class Durations:
     def measured(cls, durations_fs: Sequence[int]) -> Durations:
         """Steps with durations that were measured one by one."""
         return cls(tuple(Segment(1, duration_fs) for duration_fs in durations_fs))
-
-    @property
-    def steps(self) -> int:
-        """How many steps there are."""
-        if len(self.segments) == 1:
-            return self.segments[0].steps
-        return sum(segment.steps for segment in self.segments)
-
-    @property
-    def total_fs(self) -> int:
-        """Duration of the whole stretch."""
-        return sum(segment.total_fs(segment.steps) for segment in self.segments)
 
     def before_fs(self, step: int) -> int:
         """Time from the start of the stretch to the start of `step` (equally: to the end of `step - 1`)."""
@@ -106,6 +107,8 @@ class Durations:
 
     def prefix(self, steps: int) -> Durations:
         """The first `steps` steps."""
+        if steps == self.steps:
+            return self
         kept: list[Segment] = []
         for segment in self.segments:
             if steps <= 0:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from .admission import Displacement, Rejection, no_answer
 from .audit import check_books
 from .blocks import BlockPool
+from .chains import KeyTable
 from .config import EngineConfig
 from .departures import Departures
 from .draft import Draft
@@ -22,7 +23,7 @@ from .loads import Load
 from .log import Decisions, DecisionSink
 from .plan import ScheduledRequest, StepPlan, StepResult, as_told
 from .policy import Policy, scheduling_policy
-from .prefix import BlockKeys, KeyTable
+from .prefix import BlockKeys
 from .pressure import Pressure
 from .progress import charge_slots, count_shares, reached_end
 from .request import Outcome, Request, RequestSpec, State

@@ -7,8 +7,8 @@ do so within one release, and may take a parent first that a less important, or 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from itertools import filterfalse, islice
 from typing import Protocol
 
@@ -19,8 +19,7 @@ class FreeQueue(Protocol):
     """Free blocks that have been used before."""
 
     def __len__(self) -> int: ...
-    def __contains__(self, block_id: object) -> bool: ...
-    def add(self, block_ids: Iterable[int], worth: float) -> None:
+    def add(self, block_ids: Collection[int], worth: float) -> None:
         """Blocks became free; `worth` is how much the releasing request's content is worth keeping."""
         ...
 
@@ -62,37 +61,65 @@ class FreeQueue(Protocol):
 
 
 class LruQueue:
-    """Least recently used first, where a use ends when its last holder releases (vLLM V1)."""
+    """Least recently used first, where a use ends when its last holder releases (vLLM V1).
+
+    A block that leaves from the middle, as a prefix hit does, leaves its entry behind. Of a block's entries the first few, as often as
+    it left so, count no more; they are dropped at the head of the queue, or all at once when they are more than the others.
+    """
 
     def __init__(self, is_findable: Callable[[int], bool]) -> None:
-        self._queue: OrderedDict[int, None] = OrderedDict()
+        self._queue: deque[int] = deque()
+        self._num_left = 0
+        self._left: dict[int, int] = {}  # how many entries of a block count no more
         self._aside: set[int] = set()  # still in the queue
 
     def __len__(self) -> int:
-        return len(self._queue) - len(self._aside)
+        return len(self._queue) - self._num_left - len(self._aside)
 
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self._queue and block_id not in self._aside
-
-    def add(self, block_ids: Iterable[int], worth: float) -> None:
+    def add(self, block_ids: Collection[int], worth: float) -> None:
         """To the end of the queue."""
-        queue = self._queue
-        for block_id in block_ids:
-            queue[block_id] = None
+        self._queue.extend(block_ids)
 
     def pop(self, count: int) -> list[int]:
         """From its head."""
-        if self._aside:
-            taken = self.peek(count)
-            for block_id in taken:
-                del self._queue[block_id]
-            return taken
-        take = self._queue.popitem
-        return [take(last=False)[0] for _ in range(count)]
+        take = self._queue.popleft
+        if not self._left and not self._aside:
+            return [take() for _ in range(count)]
+        taken: list[int] = []
+        passed: list[int] = []
+        while len(taken) < count:
+            block_id = take()
+            if left := self._left.pop(block_id, 0):
+                self._num_left -= 1
+                if left > 1:
+                    self._left[block_id] = left - 1
+            elif block_id in self._aside:
+                passed.append(block_id)
+            else:
+                taken.append(block_id)
+        self._queue.extendleft(reversed(passed))
+        return taken
 
     def remove(self, block_id: int) -> None:
         """From the middle."""
-        del self._queue[block_id]
+        self._left[block_id] = self._left.get(block_id, 0) + 1
+        self._num_left += 1
+        if self._num_left > 64 + len(self._queue) // 2:
+            self._queue = deque(self._entries())
+            self._left.clear()
+            self._num_left = 0
+
+    def _entries(self) -> Iterable[int]:
+        """Those that count, in order."""
+        return self._counting() if self._left else self._queue
+
+    def _counting(self) -> Iterator[int]:
+        seen: dict[int, int] = {}
+        for block_id in self._queue:
+            if seen.get(block_id, 0) < self._left.get(block_id, 0):
+                seen[block_id] = seen.get(block_id, 0) + 1
+            else:
+                yield block_id
 
     def set_aside(self, block_ids: Iterable[int]) -> None:
         """They keep their places and are passed over."""
@@ -113,13 +140,11 @@ class LruQueue:
 
     def peek(self, count: int) -> list[int]:
         """The head."""
-        if self._aside:
-            return list(islice(filterfalse(self._aside.__contains__, self._queue), count))
-        return list(islice(self._queue, count))
+        return list(islice(filterfalse(self._aside.__contains__, self._entries()), count))
 
     def keys(self) -> Set[int]:
         """The blocks."""
-        return self._queue.keys() - self._aside if self._aside else self._queue.keys()
+        return set(self._entries()) - self._aside
 
 
 EVICTIONS: dict[str, Callable[[Callable[[int], bool]], FreeQueue]] = {

@@ -31,9 +31,9 @@ class Arrived:
     """True when the next decision may admit it; otherwise it is waiting from now on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Committed:
-    """What the steps that were committed amounted to, for whoever keeps the record."""
+    """What the steps that were committed amounted to, for whoever keeps the record. Never changed."""
 
     steps: int
     computed: int

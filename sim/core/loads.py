@@ -165,7 +165,7 @@ class Loads:
         loading.done = True
         self.ready.append(loading)
         reach = loading.reach
-        self._pool.index.add(loading.targets, (block.key for block in reach.blocks))
+        self._pool.index.add(loading.targets, [block.key for block in reach.blocks])
         loading.filled_slots += len(loading.targets) * self._config.slots_per_block
         request.num_computed_tokens = reach.tokens
         request.num_registered = reach.tokens // self._config.block_size

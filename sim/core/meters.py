@@ -67,9 +67,10 @@ class Rate:
     def add(self, took_fs: int, amount: int) -> None:
         """So much in so much time."""
         if len(self._last) == self._last.maxlen:
-            self._fs -= self._last[0][0]
-            self._amount -= self._last[0][1]
-            self._squares -= self._last[0][1] ** 2
+            gone_fs, gone = self._last[0]
+            self._fs -= gone_fs
+            self._amount -= gone
+            self._squares -= gone * gone
         self._last.append((took_fs, amount))
         self._fs += took_fs
         self._amount += amount

@@ -124,9 +124,9 @@ class OomReport:
     free_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepResult:
-    """What came of a plan: how long each step took, and what the model said."""
+    """What came of a plan: how long each step took, and what the model said. Never changed."""
 
     durations: Durations
     """One duration a step that was done; fewer than `plan.repeat` when the stretch was cut."""

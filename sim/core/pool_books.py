@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 
@@ -19,8 +19,8 @@ class PoolBooks:
     quarantined: Set[int]
     findable: Set[int]
     """Blocks whose content can be found."""
-    released_by: Mapping[int, str]
-    """Who gave a block back last."""
+    released_by: Sequence[str]
+    """By block id, who gave the block back last; empty for nobody."""
     num_free: int
     num_cached: int
 
@@ -66,7 +66,7 @@ class PoolBooks:
         places = (block_id in self.freed) + (block_id in self.quarantined)
         if ref_cnt != len(held):
             what = "missing" if ref_cnt > len(held) else "miscounted"
-            last = self.released_by.get(block_id, "nobody")
+            last = self.released_by[block_id] or "nobody"
             problems.append(
                 f"block {block_id} is {what}: its reference count is {ref_cnt}, held by {held or 'nobody'}, last released by {last}"
             )

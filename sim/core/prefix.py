@@ -1,48 +1,17 @@
 """The prefix index: which block holds the KV of which tokens.
 
 A block's key is an integer that stands for the whole chain of content from the first token to the block's last, and for
-the namespace it was computed in. Chains are interned, not hashed: two keys are equal only if every typed part of
-both chains is equal (invariant I7), so there is nothing to collide.
+the namespace it was computed in (see `chains`); what nothing names has a number of its own, and the block's place in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 
-from .request import Namespace, RequestSpec
+from .chains import KeyTable
+from .request import RequestSpec
 
 _INDEX_BITS = 32
-
-
-class KeyTable:
-    """Gives every distinct chain of content a number, and every private continuation a number of its own."""
-
-    def __init__(self) -> None:
-        self._chains: dict[Hashable, int] = {}
-        self._next = 1
-
-    def chain(self, namespace: Namespace, span_tokens: int, contents: Iterable[Hashable]) -> list[int]:
-        """For each of `contents`, which names `span_tokens` tokens, the chain that ends with it and starts in `namespace`."""
-        last = self._intern((namespace, span_tokens))
-        chains, fresh = self._chains, self._next
-        made: list[int] = []
-        for content in contents:
-            last = chains.setdefault((last, content.__class__, content), fresh)  # the class, because 1 == True == 1.0
-            fresh += last == fresh
-            made.append(last)
-        self._next = fresh
-        return made
-
-    def private(self) -> int:
-        """A chain that nothing else will ever equal."""
-        self._next += 1
-        return self._next - 1
-
-    def _intern(self, start: tuple[Namespace, int]) -> int:
-        chain = self._chains.get(start)
-        if chain is None:
-            chain = self._chains[start] = self.private()
-        return chain
 
 
 class BlockKeys:
@@ -52,16 +21,17 @@ class BlockKeys:
     content that nothing names, have keys private to the request: it can find them again after a preemption, nobody else can.
     """
 
-    __slots__ = ("_block_size", "_chains", "_history", "_num_named", "_private", "_spec", "_table", "num_shared")
+    __slots__ = ("_block_size", "_history", "_num_named", "_private", "_shared", "_spec", "_table", "num_shared")
 
     def __init__(self, spec: RequestSpec, block_size: int, table: KeyTable) -> None:
         self._spec = spec
         self._block_size = block_size
         self._table = table
-        self._chains: list[int] | None = None
+        self._shared: list[range] | None = None
+        """Keys of the blocks in named content, in pieces."""
         self._private = 0
         self._history: list[tuple[int, int]] = []
-        """`(block, chain)`: private chains that were in use up to that block, before the request went on as a copy of another one."""
+        """`(block, number)`: private numbers that were in use up to that block, before the request went on as a copy of another one."""
         self._num_named = spec.named_tokens // block_size
         whole_prompt = spec.input_tokens // block_size if spec.sample_of else 0
         self.num_shared = max(self._num_named, whole_prompt)
@@ -77,7 +47,7 @@ class BlockKeys:
         keys = self._named_keys(start, shared_stop) if start < shared_stop else []
         sampled_stop = min(stop, self.num_shared)
         if max(start, shared_stop) < sampled_stop:
-            base = self._prompt_chain() << _INDEX_BITS
+            base = self._prompt_number() << _INDEX_BITS
             keys += range(base + max(start, shared_stop), base + sampled_stop)
         first_private = max(start, sampled_stop)
         if first_private < stop:
@@ -93,17 +63,19 @@ class BlockKeys:
         return keys
 
     def _named_keys(self, start: int, stop: int) -> list[int]:
-        """Of blocks [start, stop) that lie in named content: the chain that a block ends in, and its place."""
-        chains, block_size, span = self._shared_chains(), self._block_size, self._spec.content_block_tokens
-        if span < 4 * block_size:  # a range for each content would cost more than a number for each block
-            return [
-                chains[((index + 1) * block_size - 1) // span] << _INDEX_BITS | index for index in range(start, stop)
-            ]
+        """Of blocks [start, stop) that lie in named content."""
+        if self._shared is None:
+            spec = self._spec
+            self._shared = self._table.shared(
+                spec.namespace, spec.content_block_tokens, self._block_size, spec.content_ids
+            )
         keys: list[int] = []
-        for content in range(((start + 1) * block_size - 1) // span, (stop * block_size - 1) // span + 1):
-            base, end = chains[content] << _INDEX_BITS, min((content + 1) * span // block_size, stop)
-            keys += range(base + start, base + end)
-            start = end
+        first = 0
+        for piece in self._shared:
+            if first >= stop:
+                break
+            keys += piece[max(start - first, 0) : stop - first]
+            first += len(piece)
         return keys
 
     def follow(self, source: BlockKeys, block: int) -> None:
@@ -114,16 +86,10 @@ class BlockKeys:
         self._history = [*kept, (block, source._private)]
         self._private = self._table.private()
 
-    def _prompt_chain(self) -> int:
-        """The chain of a prompt that nothing names, shared by the samples of one request."""
+    def _prompt_number(self) -> int:
+        """That of a prompt that nothing names, shared by the samples of one request."""
         spec = self._spec
-        return self._table.chain(spec.namespace, 0, (*spec.content_ids, ("prompt of", spec.sample_of)))[-1]
-
-    def _shared_chains(self) -> list[int]:
-        if self._chains is None:
-            spec = self._spec
-            self._chains = self._table.chain(spec.namespace, spec.content_block_tokens, spec.content_ids)
-        return self._chains
+        return self._table.prompt(spec.namespace, spec.content_ids, spec.sample_of)
 
 
 class PrefixIndex:
@@ -154,12 +120,16 @@ class PrefixIndex:
         """The key under which a block is registered."""
         return self._key_of.get(block_id)
 
-    def add(self, block_ids: Iterable[int], keys: Iterable[int]) -> None:
-        """Register that each of `block_ids` holds the content of its key.
+    def add(self, block_ids: Sequence[int], keys: Sequence[int]) -> None:
+        """Register that each of `block_ids` holds the content of its key; no key comes twice.
 
         A block already registered keeps its key; 0 (no block) is passed over.
         """
         key_of, first = self._key_of, self._first
+        if first.keys().isdisjoint(keys) and key_of.keys().isdisjoint(block_ids) and 0 not in block_ids:
+            key_of.update(zip(block_ids, keys, strict=True))
+            first.update(zip(keys, block_ids, strict=True))
+            return
         for block_id, key in zip(block_ids, keys, strict=True):
             if block_id in key_of or not block_id:
                 continue
@@ -187,17 +157,18 @@ class PrefixIndex:
         if others is not None and not others:
             del self._others[key]
 
-    def drop_all(self, block_ids: Iterable[int]) -> None:
-        """`drop` each."""
+    def drop_all(self, block_ids: Iterable[int]) -> int:
+        """`drop` each; returns how many were registered."""
+        before, key_of, first = len(self._key_of), self._key_of, self._first
         if self._others:
             for block_id in block_ids:
                 self.drop(block_id)
-            return
-        key_of, first = self._key_of, self._first
-        for block_id in block_ids:
-            key = key_of.pop(block_id, None)
-            if key is not None:
-                del first[key]
+        else:
+            for block_id in block_ids:
+                key = key_of.pop(block_id, None)
+                if key is not None:
+                    del first[key]
+        return before - len(key_of)
 
     def find(self, keys: Iterable[int], barred: Collection[int] = ()) -> list[int]:
         """Blocks that hold the longest run of `keys` from the first; `barred` blocks count as absent."""

@@ -28,9 +28,6 @@ class RankedQueue:
     def __len__(self) -> int:
         return len(self._entry)
 
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self._entry
-
     def add(self, block_ids: Iterable[int], worth: float) -> None:
         """File by rank."""
         for block_id in block_ids:

@@ -266,6 +266,7 @@ class Request:
         """Account for `change` blocks added to the table (or, when negative, given back)."""
         if now_fs > self.held_since_fs:  # what is taken and taken back in one decision was never held
             self.kv_block_fs += self.held_blocks * (now_fs - self.held_since_fs)
-            self.peak_blocks = max(self.peak_blocks, self.held_blocks)
+            if self.held_blocks > self.peak_blocks:
+                self.peak_blocks = self.held_blocks
         self.held_blocks += change
         self.held_since_fs = now_fs

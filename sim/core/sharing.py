@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from .blocks import NO_BLOCK, BlockPool
+from .chains import common_prefix
 from .request import Request
 
 
@@ -64,7 +65,7 @@ class SharingMeter:
             else:
                 if run.blocks[0] != block_id:
                     run = self._split(run, run.blocks.index(block_id))
-                alike = _alike(run.blocks, hits, at)
+                alike = common_prefix(run.blocks, list(hits[at : at + len(run.blocks)]))
                 if alike < len(run.blocks):
                     self._split(run, alike)
                 run.count(now_fs)
@@ -151,13 +152,3 @@ class SharingMeter:
             spent_fs = time_fs - joined.get(holders, 0)
             if spent_fs:
                 shared[holders] = shared.get(holders, 0) + spent_fs * len(run.blocks)
-
-
-def _alike(blocks: list[int], hits: Sequence[int], at: int) -> int:
-    """How many of `blocks`, from the first, stand at `hits[at]` and after."""
-    if list(hits[at : at + len(blocks)]) == blocks:
-        return len(blocks)
-    count = 0
-    while count < len(blocks) and at + count < len(hits) and blocks[count] == hits[at + count]:
-        count += 1
-    return count

@@ -32,7 +32,7 @@ def shape_of(draft: Draft, scheduler: Scheduler, decisions: Decisions) -> BatchS
         decode_max_context_tokens=longest,
         sampled_seqs=sampled,
         copied_blocks=len(decisions.copied),
-        swapped_blocks=sum(len(pairs) for _, pairs in (*decisions.swapped_out, *decisions.swapped_in)),
+        swapped_blocks=sum([len(pairs) for _, pairs in (*decisions.swapped_out, *decisions.swapped_in)]),
     )
 
 

@@ -204,7 +204,7 @@ class BlockTables:
 
     def release(self, table: BlockTable, by: str, fence: int | None = None, worth: float = 0.0) -> list[int]:
         """Give back everything; returns the blocks, in table order, without NO_BLOCK entries."""
-        return [block_id for block_id in self.truncate(table, 0, by, fence, worth) if block_id != NO_BLOCK]
+        return list(filter(None, self.truncate(table, 0, by, fence, worth)))
 
     def slide(self, table: BlockTable, computed_tokens: int) -> list[int]:
         """Give back blocks that no later token attends to, leaving NO_BLOCK in their place; returns them."""

@@ -94,10 +94,11 @@ class Roofline:
         """Duration of one step of this shape."""
         sequences = shape.decode_seqs + len(shape.prefill)
         total = self.host_fs(sequences) + self._copy_fs * shape.copied_blocks + self._swap_fs * shape.swapped_blocks
-        if shape.num_tokens:
-            total += self._layers(shape.num_tokens) + self._rows(shape.sampled_seqs)
+        if tokens := shape.num_tokens:
+            total += self._layers(tokens) + self._rows(shape.sampled_seqs)
             total += self._context_token_fs * shape.decode_context_tokens
-            total += sum(self._prefill_attention_fs(tokens, context) for tokens, context in shape.prefill)
+            for chunk, context in shape.prefill:
+                total += self._prefill_attention_fs(chunk, context)
         return total
 
     def host_fs(self, sequences: int) -> int:
@@ -108,10 +109,9 @@ class Roofline:
         self, decode_seqs: int, context_tokens: int, steps: int, max_context_tokens: int = 0
     ) -> Durations:
         """Durations of `steps` pure decode steps, in closed form."""
-        first = self.step_fs(
-            BatchShape(decode_seqs=decode_seqs, decode_context_tokens=context_tokens, sampled_seqs=decode_seqs)
-        )
-        return Durations.affine(steps, first, self._context_token_fs * decode_seqs)
+        first_fs = self.host_fs(decode_seqs) + self._layers(decode_seqs) + self._rows(decode_seqs)
+        first_fs += self._context_token_fs * context_tokens
+        return Durations.affine(steps, first_fs, self._context_token_fs * decode_seqs)
 
     def warnings(self) -> list[str]:
         """What a reader of these prices must know."""

@@ -88,6 +88,7 @@ class StepMemory:
             "prompt_logprobs", lambda tokens, rows: prompt_logprobs_peak(model, settings, tokens=tokens).ops
         )
         self._known: dict[tuple[int, int, int, int], Need] = {}
+        self._partials_bytes: dict[int, int] = {}
         self._last_shape: BatchShape | None = None
         self._last_extra: frozenset[str] = _NOTHING
         self._last = Need(0, "decode")
@@ -128,9 +129,11 @@ class StepMemory:
     def _price(self, tokens: int, rows: int, decode_seqs: int, logprobs: int) -> Need:
         most, phase = 0, "decode"
         for demand in self.demands:
-            size = sum(allocated_bytes(term.requested_bytes(tokens, rows)) for term in demand.terms)
-            if demand.is_attention:
-                size += total(self._partials(decode_seqs))
+            size = sum([allocated_bytes(term.requested_bytes(tokens, rows)) for term in demand.terms])
+            if demand.is_attention and decode_seqs:
+                if decode_seqs not in self._partials_bytes:
+                    self._partials_bytes[decode_seqs] = total(self._partials(decode_seqs))
+                size += self._partials_bytes[decode_seqs]
             if size > most:
                 most, phase = size, demand.phase
         if logprobs:

@@ -101,18 +101,19 @@ class Recorder:
         if not plan.shape.computes:
             self._row = None
             return
-        pool = core.pool
+        pool, waiting = core.pool, core.num_waiting
         version = core.version if plan.shape.decode_seqs and not plan.shape.prefill else None
         self._row = self._row if self._row and version is not None and self._continues(plan.start_fs, version) else None
         if self._row is None:
+            used = pool.num_owned
             self._row = Row(
                 start_fs=plan.start_fs,
                 end_fs=plan.start_fs,
                 steps=0,
                 running=core.num_running,
-                waiting=core.num_waiting,
-                used_blocks=pool.num_owned,
-                used_blocks_end=pool.num_owned,
+                waiting=waiting,
+                used_blocks=used,
+                used_blocks_end=used,
                 cached_blocks=pool.num_cached,
                 free_blocks=pool.num_free - pool.num_cached,
                 quarantined_blocks=pool.num_quarantined,
@@ -122,7 +123,7 @@ class Recorder:
             )
             self.rows.append(self._row)
         self._row.open = True
-        self._row.waiting = max(self._row.waiting, core.num_waiting)
+        self._row.waiting = max(self._row.waiting, waiting)
 
     def committed(self, plan: StepPlan, result: StepResult, committed: Committed, core: EngineCore) -> None:
         """The steps of a plan, or those of them that were done, are over."""
@@ -142,8 +143,9 @@ class Recorder:
             row.memory = self.memory.committed(row.memory, plan, result, committed)
         if committed.first_gap_fs is not None:
             self.gap_segments.append(Segment(1, committed.first_gap_fs))
-            self.gap_segments += result.durations.prefix(committed.computed).without_first().segments
-        self._integrate(plan, result, committed)
+            if committed.computed > 1:
+                self.gap_segments += result.durations.prefix(committed.computed).without_first().segments
+        self._integrate(result, committed)
         self._count_in_system(core.num_unfinished, row.end_fs)
 
     def idled(self, span_fs: int, used: int, slots: int, written: int) -> None:
@@ -183,26 +185,31 @@ class Recorder:
         self._in_system_fs += self._in_system * (now_fs - self._in_system_since_fs)
         self._in_system, self._in_system_since_fs = now_in_system, now_fs
 
-    def _integrate(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
+    def _integrate(self, result: StepResult, committed: Committed) -> None:
         integrals, durations, more = self.integrals, result.durations, committed.written_per_step
         # A step that ran out of memory writes nothing: it has the tokens of the step before it.
         failed = result.steps - 1 if result.oom is not None and committed.computed else None
-        start_fs = start_moment_fs = 0
-        ends = [*[step for step, _ in committed.usage[1:]], result.steps]
-        for index, (step, used) in enumerate(committed.usage):
-            next_step = ends[index]
-            end_fs, end_moment_fs = durations.before_fs(next_step), durations.moment_fs(next_step)
-            if failed is not None and next_step > failed:
-                end_moment_fs -= end_fs - durations.before_fs(failed)
+        time_by_used, worst = integrals.time_by_used_blocks, integrals.worst_unfilled
+        slots_fs = emptied_fs = 0
+        starts_fs = [durations.before_fs(step) for step, _ in committed.usage]
+        ends_fs = [*starts_fs[1:], durations.total_fs]
+        spans = zip(committed.usage, committed.table_slots, committed.emptied_slots, starts_fs, ends_fs, strict=True)
+        for (step, used), slots, emptied, start_fs, end_fs in spans:
             span_fs = end_fs - start_fs
-            slots, written = committed.table_slots[index], committed.written_tokens - committed.emptied_slots[index]
-            written_fs = written * span_fs + more * (end_moment_fs - start_moment_fs)
-            integrals.time_by_used_blocks[used] = integrals.time_by_used_blocks.get(used, 0) + span_fs
-            integrals.table_slots += slots * span_fs
-            integrals.unfilled_slots += slots * span_fs - written_fs
-            unfilled = (slots - written - more * (step - (step == failed))) / slots
-            integrals.worst_unfilled = max(integrals.worst_unfilled, unfilled)
-            start_fs, start_moment_fs = end_fs, end_moment_fs
+            time_by_used[used] = time_by_used.get(used, 0) + span_fs
+            slots_fs += slots * span_fs
+            emptied_fs += emptied * span_fs
+            written = committed.written_tokens - emptied + more * (step - (step == failed))
+            unfilled = (slots - written) / slots
+            if unfilled > worst:
+                worst = unfilled
+        moment_fs = durations.moment_fs(result.steps) if more else 0
+        if failed is not None:
+            moment_fs -= durations.total_fs - durations.before_fs(failed)
+        written_fs = committed.written_tokens * durations.total_fs - emptied_fs + more * moment_fs
+        integrals.table_slots += slots_fs
+        integrals.unfilled_slots += slots_fs - written_fs
+        integrals.worst_unfilled = worst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

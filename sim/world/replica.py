@@ -54,6 +54,7 @@ class Replica:
         self._recorder = recorder
         self._max_repeat = 1 if stepping else None
         self._check = check
+        self._may_wake = core.may_wake
         self._on_end = on_end
         self._link = None if link is None else link(self._pass_fence)
         self._sleeping = False
@@ -166,7 +167,7 @@ class Replica:
             self._on_end(request)
         if self._check:
             self.core.check()
-        if self.core.may_wake:
+        if self._may_wake:
             self._set_alarm()
         if not nudge:
             return

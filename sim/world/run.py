@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import simpy
@@ -18,6 +16,7 @@ from sim.core.plan import Executor
 from sim.core.policy import Policy
 from sim.core.request import Request, RequestSpec, samples
 from sim.costs.protocol import CostModel
+from sim.garbage import few_collections
 from sim.memory.device import Device
 from sim.results.memory_record import MemoryRecord
 from sim.results.recorder import Recorder, RunRecord
@@ -115,7 +114,7 @@ def run_world(
         env.process(open_loop(env, requests, send))
     else:
         env.process(closed_loop(env, requests, send_and_wait, max_concurrency))
-    with _few_collections():
+    with few_collections():
         env.run()
     for core, served_by in zip(engines, executors, strict=True):
         if isinstance(served_by, HoldsBlocks):
@@ -129,19 +128,6 @@ def run_world(
     return RunRecord.merge(
         recorders, config, [spec.request_id for spec in requests], core_time_s=time.perf_counter() - started
     )
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Let the garbage collector look for cycles seldom while a run allocates: requests and blocks are no garbage, and looking through
-    all of them every few hundred objects costs a fifth of a run. The interpreter's own setting is put back.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _Log:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.core.chains import KeyTable
 from sim.core.config import EngineConfig
-from sim.core.prefix import BlockKeys, KeyTable
+from sim.core.prefix import BlockKeys
 from sim.core.request import Namespace, Outcome, RequestSpec
 from sim.costs.constant import FixedCost
 from sim.world import run_world
@@ -140,6 +141,42 @@ def test_ids_that_name_spans_of_different_lengths_never_share() -> None:
 def test_two_engines_with_their_own_tables_give_the_same_keys_for_the_same_calls() -> None:
     spec = a_request(64, ("a", "b"), 16)
     assert keys_of(spec, 16, KeyTable()) == keys_of(spec, 16, KeyTable())
+
+
+def chain(table: KeyTable, contents: tuple[object, ...], span: int = 16, block_size: int = 16) -> list[int]:
+    """The keys of all blocks that end in these contents."""
+    return [key for piece in table.shared(Namespace(), span, block_size, contents) for key in piece]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([1, True, 1.0, "1", 2]), max_size=8), max_size=12),
+    st.sampled_from([(16, 16), (16, 48), (48, 16), (24, 16), (16, 24)]),
+)
+def test_keys_are_equal_exactly_where_typed_contents_are_however_sequences_part(
+    sequences: list[list[object]], sizes: tuple[int, int]
+) -> None:
+    """Contents that nobody has parted from are kept in one piece; which pieces there are must not show."""
+    table, (span, block_size) = KeyTable(), sizes
+    key_of: dict[object, int] = {}
+    for sequence in sequences:
+        keys = chain(table, tuple(sequence), span, block_size)
+        assert len(keys) == len(sequence) * span // block_size
+        for index, key in enumerate(keys):
+            last = ((index + 1) * block_size - 1) // span
+            typed = (index, tuple((type(content), content) for content in sequence[: last + 1]))
+            assert key_of.setdefault(typed, key) == key
+    assert len(set(key_of.values())) == len(key_of)
+
+
+def test_a_long_prompt_nobody_has_seen_shares_what_another_one_begins_with() -> None:
+    table = KeyTable()
+    first = chain(table, tuple(range(1000)))
+    shorter = chain(table, tuple(range(400)))
+    parting = chain(table, (*range(600), *range(2000, 2100)))
+    assert shorter == first[:400]
+    assert parting[:600] == first[:600]
+    assert not set(parting[600:]) & set(first)
+    assert chain(table, tuple(range(1000))) == first
 
 
 # -- what an engine makes of them -----------------------------------------------------------------------------------

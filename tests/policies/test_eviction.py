@@ -1,13 +1,13 @@
 """Which content the prefix cache forgets first, and that the order costs no exactness."""
 
-from collections import deque
+from collections import OrderedDict, deque
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.core import BlockPool
-from sim.core.eviction import EVICTIONS
+from sim.core.eviction import EVICTIONS, LruQueue
 
 
 def release_with_keys(pool, keys, worth=0.0):
@@ -121,3 +121,47 @@ def test_the_pool_adds_up_and_peek_tells_what_is_taken(eviction, operations):
             pool.acquire(found)
             held.append(found)
         pool.check([(str(index), blocks) for index, blocks in enumerate(held)])
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["give", "pop", "hit", "aside", "back"]), st.integers(0, 40)), max_size=80))
+def test_the_lru_queue_is_an_ordered_set_whatever_leaves_its_middle(operations):
+    """Against an ordered dictionary: a hit takes a block out of the middle, and its return puts it at the end."""
+    queue, model, out, aside = LruQueue(lambda block: True), OrderedDict(), deque(range(1, 200)), []
+    for kind, count in operations:
+        free = [block for block in model if block not in aside]
+        if kind == "give":
+            blocks = [out.popleft() for _ in range(min(count, len(out)))]
+            queue.add(blocks, 0.0)
+            model.update(dict.fromkeys(blocks))
+        elif kind == "pop":
+            taken = queue.pop(min(count, len(free)))
+            assert taken == free[:count]
+            out.extendleft(taken)
+            for block in taken:
+                del model[block]
+        elif kind == "hit":
+            for block in free[::3][:count]:
+                queue.remove(block)
+                del model[block]
+                out.appendleft(block)
+        elif kind == "aside":
+            queue.set_aside(free[:count:2])
+            aside += free[:count:2]
+        else:
+            queue.put_back(aside)
+            aside = []
+        free = [block for block in model if block not in aside]
+        assert queue.peek(len(free)) == free
+        assert queue.keys() == set(free)
+        assert len(queue) == len(free)
+
+
+def test_the_lru_queue_does_not_grow_when_the_same_blocks_are_found_again_and_again():
+    queue = LruQueue(lambda block: True)
+    queue.add([1, 2, 3], 0.0)
+    for _ in range(1000):
+        queue.remove(2)
+        queue.add([2], 0.0)
+    assert len(queue._queue) < 200
+    assert queue.pop(3) == [1, 3, 2]

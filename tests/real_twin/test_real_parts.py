@@ -18,11 +18,12 @@ from gpu.decoder_config import RotaryConfig
 from gpu.device import find_device
 from gpu.timing import step_timer
 from gpu.tokens import TokenBook
+from sim.core.chains import KeyTable
 from sim.core.clock import to_fs
 from sim.core.config import ConfigError
 from sim.core.durations import Durations
 from sim.core.plan import OomReport, StepPlan, StepResult
-from sim.core.prefix import BlockKeys, KeyTable
+from sim.core.prefix import BlockKeys
 from sim.core.request import RequestSpec, samples
 from sim.costs import FixedCost
 from sim.world.executors import RecordingExecutor, ReplayExecutor

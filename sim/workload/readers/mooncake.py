@@ -48,9 +48,9 @@ def read(file: TextFile, limit: int | None) -> tuple[list[Record], list[str]]:
 def _ids(file: TextFile, line: int, ids: Any) -> tuple[int | str, ...]:
     if not isinstance(ids, list):
         file.fail(line, "hash_ids", quoted(ids), "a list of ids")
-    for one in ids:
-        if type(one) is not int and type(one) is not str:
-            file.fail(line, "hash_ids", quoted(one), "integers or strings")
+    if not {int, str}.issuperset(map(type, ids)):
+        wrong = next(one for one in ids if type(one) not in (int, str))
+        file.fail(line, "hash_ids", quoted(wrong), "integers or strings")
     return tuple(ids)
 
 
