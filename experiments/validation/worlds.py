@@ -11,6 +11,7 @@ from sim.core.config import EngineConfig
 from sim.core.plan import Executor
 from sim.core.policy import Policy
 from sim.core.request import Outcome, Request
+from sim.core.rungs import LOSSY
 from sim.costs import FixedCost
 from sim.policy_choice import choose_policy
 from sim.scenario_tables import PolicyTable
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from sim.core.engine import EngineCore
 
 PresetOf = Callable[[EngineConfig], tuple[EngineConfig, Policy]]
-LOSSY = frozenset({"truncate"})
-"""Rungs of the ladder that change answers by definition; the request says that they did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
