@@ -114,11 +114,18 @@ class PlanMoves:
         """The step that begins uses this request's table: book it, and poison what is new and unwritten.
 
         Raises:
-            IntegrityError: a block left the table that nobody released and no copy replaced (checked mode).
+            IntegrityError: a block left the table that nobody released and no copy replaced, or one is used on that its owner gave back
+                (checked mode).
             FenceError: a block's last reader is not done (checked mode).
         """
         name, tables = scheduled.request_id, _tables(scheduled)
         before = self._held.get(name, ())
+        if self._pool.checked and tables != before:
+            written = blocks_for(scheduled.context_tokens, self._pool.layout.block_size)
+            had = before if before and name not in self._loading else ((),) * len(tables)
+            for held, table in zip(had, tables, strict=True):
+                kept = [block if self._is_cached(block) else NO_BLOCK for block in table[:written]]
+                self._pool.tags.check_kept(name, held, kept, self._pool.clock.step)
         self._unsettled.discard(name)
         self._loading.discard(name)
         if tables == before:
@@ -229,7 +236,7 @@ class PlanMoves:
         self._pool.assign(name, targets, len(targets) * self._pool.layout.block_size)
         self._held[name] = (targets,)  # of all groups; in which tables they are, its first step says
         self._loading.add(name)
-        self.cpu.load(pairs)
+        self.cpu.load(name, pairs)
 
 
 def _tables(scheduled: ScheduledRequest) -> Tables:

@@ -145,20 +145,20 @@ def reference_answers(scenario: SmallScenario, *, device: str = "cpu", **setting
 
 def changed_answers(run: Recorded, reference: dict[str, list[int]]) -> list[str]:
     """Requests whose tokens differ from the reference, those that a lossy rung touched apart: the whole answer of one that finished and
-    that no rung touched, else as far as it got.
+    that no rung touched, else as many tokens as it was given.
     """
     return [
         request.request_id
         for request in run.requests
         if not LOSSY.intersection(request.degraded)
-        and run.answers[request.request_id] != reference[request.request_id][: _comparable(request, run)]
+        and run.answers[request.request_id] != reference[request.request_id][: _comparable(request)]
     ]
 
 
-def _comparable(request: Request, run: Recorded) -> int | None:
+def _comparable(request: Request) -> int | None:
     """How many tokens of an answer must be those of the reference; None for all of them."""
     whole = request.outcome is Outcome.FINISHED and not request.degraded
-    return None if whole else len(run.answers[request.request_id])
+    return None if whole else request.num_output_tokens
 
 
 def first_difference(real: list[dict[str, object]], simulated: list[dict[str, object]]) -> str | None:
