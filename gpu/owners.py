@@ -144,7 +144,7 @@ class OwnerTags:
                     + (f"last released by {released}" if released else "never released")
                 )
 
-    def check_kept(self, owner: str, held: Sequence[int], table: Sequence[int], step: int) -> None:
+    def check_kept(self, owner: str, held: Sequence[int], table: Iterable[int], step: int) -> None:
         """Verify that `owner`, whose table was `held`, does not use on in `table` what it has given back: with the rest of its blocks in
         this very step, or by itself. To be asked of blocks whose content a prefix cache keeps; any other was poisoned.
 

@@ -124,8 +124,8 @@ class PlanMoves:
             written = blocks_for(scheduled.context_tokens, self._pool.layout.block_size)
             had = before if before and name not in self._loading else ((),) * len(tables)
             for held, table in zip(had, tables, strict=True):
-                kept = [block if self._is_cached(block) else NO_BLOCK for block in table[:written]]
-                self._pool.tags.check_kept(name, held, kept, self._pool.clock.step)
+                known = (b if self._is_cached(b) and b not in self._replaces else NO_BLOCK for b in table[:written])
+                self._pool.tags.check_kept(name, held, known, self._pool.clock.step)
         self._unsettled.discard(name)
         self._loading.discard(name)
         if tables == before:
