@@ -58,6 +58,9 @@ class PlanMoves:
         ] = {}  # target to source of copies, until the request that has the source is seen with the target
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
         self._loading: set[str] = set()  # hold blocks that were loaded for them, and have not been in a step with them
+        self._preempted: set[str] = (
+            set()
+        )  # in this plan; they may come back in it, to blocks that the prefix cache kept
         self.during = ""
         """The move in progress, for reports."""
         self.copied_blocks = 0
@@ -79,7 +82,8 @@ class PlanMoves:
         """
         self._copied_away.update(source for source, _ in plan.copies)
         self._replaces.update((target, source) for source, target in plan.copies)
-        never_used = self._unsettled | self._loading | set(plan.preempted)
+        self._preempted = set(plan.preempted)
+        never_used = self._unsettled | self._loading | self._preempted
         for request_id, blocks in plan.slid:
             slide = partial(self._release, request_id, blocks, strict=request_id not in never_used)
             self._put(f"what slid out of the window of {request_id}", slide)
@@ -120,7 +124,7 @@ class PlanMoves:
         """
         name, tables = scheduled.request_id, _tables(scheduled)
         before = self._held.get(name, ())
-        if self._pool.checked and tables != before:
+        if self._pool.checked and tables != before and name not in self._preempted:
             written = blocks_for(scheduled.context_tokens, self._pool.layout.block_size)
             had = before if before and name not in self._loading else ((),) * len(tables)
             for held, table in zip(had, tables, strict=True):

@@ -213,3 +213,12 @@ def test_a_block_that_its_owner_gave_back_may_be_the_copy_that_it_gets():
     device.hold("child", [1], context=3)
     assert device.reads(1) == 12
     assert device.pool.tags.holders(2) == ("parent",)
+
+
+def test_who_was_preempted_may_come_back_in_the_same_step_to_what_the_cache_kept(device):
+    device.owns("a", [1, 2, 3], context=9)
+    device.cached.update((1, 2))
+    device.begin(releases=(("a", (1, 2, 3)),), preempted=("a",))
+    device.hold("a", [1, 2, 4], context=8)
+    assert device.reads(2) == 12
+    assert device.poisoned(4)
