@@ -21,6 +21,8 @@ from .staging import MAX_IDS
 from .swap import BlockMover
 
 Pairs = Sequence[tuple[int, int]]
+_Sums = dict[int, tuple[int, int]]
+"""By the core's CPU block: step and checksum of what was saved there."""
 
 
 class ChangedBlockError(RuntimeError):
@@ -43,9 +45,8 @@ class CpuMoves:
         requests on the CPU. A plan that needs one that is not there is refused with IntegrityError.
         """
         self._pool, self._ops, self._mover, self._tier, self._lane = pool, ops, mover, tier, lane
-        self._sums: dict[
-            int, tuple[int, int]
-        ] = {}  # by the core's CPU block: step and checksum of what was saved (checked mode)
+        self._swapped: _Sums = {}  # of requests, in checked mode
+        self._prefixes: _Sums = {}
         self.swapped_out_blocks = self.swapped_in_blocks = 0
         """Blocks of requests that went to the CPU pool and came back."""
         self.saved_blocks = self.loaded_blocks = 0
@@ -70,10 +71,7 @@ class CpuMoves:
             return
         transfer = self._needed(name).save(blocks, [cpu_block - 1 for _, cpu_block in pairs])
         self._await(transfer.fence)
-        if self._pool.checked:
-            step = self._pool.clock.step
-            for (_, cpu_block), checksum in zip(pairs, self._checksums(blocks), strict=True):
-                self._sums[cpu_block] = (step, checksum)
+        self._remember(self._swapped, pairs)
         self.swapped_out_blocks += len(pairs)
 
     def swap_in(self, name: str, pairs: Pairs) -> None:
@@ -87,8 +85,7 @@ class CpuMoves:
             return
         transfer = self._needed(name).load(blocks, [cpu_block - 1 for cpu_block, _ in pairs])
         self._await(transfer.fence)
-        if self._pool.checked:
-            self._check_restored(name, pairs)
+        self._check_restored(self._swapped, name, pairs)
         self.swapped_in_blocks += len(pairs)
 
     def save(self, pairs: Pairs) -> None:
@@ -98,13 +95,19 @@ class CpuMoves:
         tier = self._needed_tier()
         transfer = tier.save([block for block, _ in pairs], [cpu_block - 1 for _, cpu_block in pairs])
         self._await(transfer.fence)
+        self._remember(self._prefixes, pairs)
         self.saved_blocks += len(pairs)
 
-    def load(self, pairs: Pairs) -> None:
-        """Prefix blocks from the tier."""
+    def load(self, name: str, pairs: Pairs) -> None:
+        """Prefix blocks from the tier, for a request.
+
+        Raises:
+            ChangedBlockError: they are not what was saved there (checked mode).
+        """
         tier = self._needed_tier()
         transfer = tier.load([block for _, block in pairs], [cpu_block - 1 for cpu_block, _ in pairs])
         self._await(transfer.fence)
+        self._check_restored(self._prefixes, name, pairs)
         self.loaded_blocks += len(pairs)
 
     def _needed_tier(self) -> BlockMover:
@@ -153,17 +156,30 @@ class CpuMoves:
                 found += self._ops.block_checksum(self._pool.rows, ids, sums).tolist()
         return found
 
-    def _check_restored(self, name: str, pairs: Pairs) -> None:
-        """Verify that what came back is what was saved.
+    def _remember(self, sums: _Sums, pairs: Pairs) -> None:
+        """What these blocks held when they were saved (checked mode)."""
+        if not self._pool.checked:
+            return
+        step = self._pool.clock.step
+        for (_, cpu_block), checksum in zip(pairs, self._checksums([block for block, _ in pairs]), strict=True):
+            sums[cpu_block] = (step, checksum)
+
+    def _check_restored(self, sums: _Sums, name: str, pairs: Pairs) -> None:
+        """Verify that what came back is what was saved (checked mode).
 
         Raises:
             ChangedBlockError: it is not; names the block, its owner and both steps.
         """
+        if not self._pool.checked:
+            return
         for (cpu_block, block), now in zip(pairs, self._checksums([block for _, block in pairs]), strict=True):
-            step, before = self._sums[cpu_block]
+            came = f"block {block} of {name}, restored at step {self._pool.clock.step}, "
+            if cpu_block not in sums:
+                raise ChangedBlockError(f"{came}comes from CPU block {cpu_block}, to which nothing was ever saved")
+            step, before = sums[cpu_block]
             if before != now:
                 raise ChangedBlockError(
-                    f"block {block} of {name}, restored at step {self._pool.clock.step}, is not what was saved at step {step}: "
+                    f"{came}is not what was saved at step {step}: "
                     f"checksum {now & 0xFFFFFFFF:08x}, not {before & 0xFFFFFFFF:08x}; a copy was not waited for, or its place was rewritten"
                 )
 

@@ -2,24 +2,29 @@
 
 Pure Python. The families Llama, Qwen2, Qwen3 and Mistral are one decoder with switches: biases on the query, key and value
 projections (Qwen2), normalised queries and keys (Qwen3), a sliding window (Mistral) or one in some layers (Qwen2, Qwen3), rotary
-scaling (Llama 3.1).
+scaling (`rotary`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sim.catalog.hf_config import language_model
 from sim.catalog.models import MODELS
 from sim.catalog.shape import ModelShape
 from sim.core.config import ConfigError
 
+from .rotary import RotaryConfig
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that this decoder computes as Hugging Face `transformers` does."""
+
+MISTRAL_WINDOW = 4096
+"""Window of a Mistral whose configuration does not state one; null is none."""
 
 LACKING = {
     "gpt_oss": "attention sinks and experts",
@@ -29,85 +34,13 @@ LACKING = {
 """What other families with several attention groups have that this decoder does not compute."""
 
 
-KINDS = ("default", "linear", "llama3")
-"""Values of `rope_type` that can be computed."""
-
-
-def _number(values: Mapping[str, Any], key: str, otherwise: float, where: str) -> float:
-    """A number above 0 of a configuration; `otherwise` where it is left out or null. Raises ConfigError."""
-    value = values.get(key)
-    if value is None:
-        return otherwise
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{where}: {key} is {value!r}; a number above 0 was expected")
-    return float(value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryConfig:
-    """Rotary position embedding. **Source:** `modeling_rope_utils.py`, transformers."""
-
-    theta: float = 10_000.0
-    """Base of the wave lengths. A shape from the catalogue does not state it; random weights do not mind."""
-    kind: str = "default"
-    """`default`, `linear` (positions divided by `factor`) or `llama3` (long waves stretched by `factor`)."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: float = 8192
-    """`llama3`: the length before stretching, from which "long" is told."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"rope_type {self.kind!r} cannot be computed here; {', '.join(KINDS)} can")
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any], where: str = "config.json") -> RotaryConfig:
-        """From a parsed `config.json`: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
-
-        Raises:
-            ConfigError: a kind of scaling that this decoder does not compute, or a value that is no number; names the file `where`.
-        """
-        stated: dict[str, Any] = {}
-        for table in ("rope_scaling", "rope_parameters"):
-            given = values.get(table) or {}
-            if not isinstance(given, Mapping):
-                raise ConfigError(
-                    f"{where}: {table} is {given!r}; an object such as {{'rope_type': 'llama3', …}} was expected"
-                )
-            stated |= {key: value for key, value in given.items() if value is not None}
-        kind = str(stated.get("rope_type") or stated.get("type") or "default")
-        if kind not in KINDS:
-            raise ConfigError(f"{where}: rope_type {kind!r} cannot be computed here; {', '.join(KINDS)} can")
-        theta = _number({**values, **stated}, "rope_theta", 10_000.0, where)
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return cls(theta=theta, kind=kind, **{key: _number(stated, key, 1.0, where) for key in keys if key in stated})
-
-    def inverse_frequencies(self, rotary_dim: int) -> list[float]:
-        """Radians a position for each of the `rotary_dim / 2` pairs."""
-        plain = [self.theta ** (-index / rotary_dim) for index in range(0, rotary_dim, 2)]
-        if self.kind == "linear":
-            return [frequency / self.factor for frequency in plain]
-        return [self._stretched(frequency) for frequency in plain] if self.kind == "llama3" else plain
-
-    def _stretched(self, frequency: float) -> float:
-        """Llama 3.1: waves longer than the original context are stretched, short ones kept, those between blended."""
-        length, wave = self.original_max_position_embeddings, 2 * math.pi / frequency
-        if wave > length / self.low_freq_factor:
-            return frequency / self.factor
-        if wave < length / self.high_freq_factor:
-            return frequency
-        blend = (length / wave - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - blend) * frequency / self.factor + blend * frequency
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """One decoder of a supported family."""
 
     shape: ModelShape
     """Sizes, biases and windows."""
-    rotary: RotaryConfig = RotaryConfig()
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
     rms_norm_eps: float = 1e-6
     """Added to the mean square before the root."""
 
@@ -142,14 +75,18 @@ class DecoderConfig:
 
     @classmethod
     def from_values(cls, shape: ModelShape, values: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-        """The same, from a parsed `config.json`, which messages call `where`."""
-        activation = values.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise ConfigError(f"model {shape.name} cannot be run for real: its activation is {activation}, not silu")
+        """The same, from a parsed `config.json`, which messages call `where`.
+
+        Raises:
+            ConfigError: a model that this decoder does not compute, or a key that `shape` follows and the family's model does not.
+        """
+        stated, _ = language_model(dict(values))
+        for problem in _problems(shape, stated):
+            raise ConfigError(f"{where}: model {shape.name} cannot be run for real: {problem}")
         return cls(
             shape=shape,
-            rotary=RotaryConfig.from_values(values, where),
-            rms_norm_eps=_number(values, "rms_norm_eps", 1e-6, where),
+            rotary=RotaryConfig.from_values(stated, where),
+            rms_norm_eps=float(stated.get("rms_norm_eps", 1e-6)),
         )
 
     @property
@@ -170,3 +107,49 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer, in tokens."""
         return self.shape.attention_at(layer).window
+
+
+_UNREAD: dict[str, object] = {
+    "multi_query": False,
+    "partial_rotary_factor": 1.0,
+    "per_layer_config": None,
+    "sliding_window_pattern": None,
+    "_sliding_window_pattern": None,
+}
+"""Keys that no family's model class follows, or that this decoder does not, and the value that changes nothing."""
+
+
+def _problems(shape: ModelShape, stated: Mapping[str, Any]) -> Iterator[str]:
+    """What in a family's configuration this decoder would read past, or otherwise than the family's model class does."""
+    if stated.get("model_type") is None:
+        yield f"its configuration has no model_type; {', '.join(FAMILIES)} can be"
+    activation, eps = stated.get("hidden_act", "silu"), stated.get("rms_norm_eps", 1e-6)
+    if activation not in ("silu", "swish"):
+        yield f"its activation is {activation}, not silu"
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps > 0:
+        yield f"its rms_norm_eps is {eps!r}; a number above 0 was expected"
+    for key, neutral in _UNREAD.items():
+        if stated.get(key) not in (None, neutral):
+            yield f"its {key} is {stated[key]!r}, which is not computed; leave it out"
+    for what, (ours, theirs) in _layers(shape, stated).items():
+        if ours != theirs:
+            yield f"its configuration asks for {what} {ours}, and models of the family {shape.architecture} have {theirs}"
+
+
+def _layers(shape: ModelShape, stated: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
+    """What the layers have, by `shape`, which follows the same keys whatever the family, and by the family's model class.
+
+    **Source:** `modeling_llama.py`, `modeling_mistral.py`, `modeling_qwen2.py`, `modeling_qwen3.py`, transformers 5.
+    """
+    family = shape.architecture
+    biased = family in ("llama", "qwen3") and bool(stated.get("attention_bias"))
+    compared: dict[str, tuple[object, object]] = {
+        "biases of query, key and value": (shape.qkv_bias, biased or family == "qwen2"),
+        "a bias of the attention's output": (shape.out_bias, biased),
+        "biases of the feed-forward part": (shape.mlp_bias, family == "llama" and bool(stated.get("mlp_bias"))),
+    }
+    if family in ("llama", "mistral"):  # whose window, if any, is that of every layer, whatever layer_types say
+        window = stated.get("sliding_window", MISTRAL_WINDOW) if family == "mistral" else None
+        windows = [kind.window for kind in map(shape.attention_at, range(shape.num_layers))]
+        compared["windows"] = (windows, [window] * shape.num_layers)
+    return compared

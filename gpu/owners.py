@@ -146,6 +146,21 @@ class OwnerTags:
                     + (f"last released by {released}" if released else "never released")
                 )
 
+    def check_kept(self, owner: str, held: Sequence[int], table: Iterable[int], step: int) -> None:
+        """Verify that `owner`, whose table was `held`, does not use on in `table` what it has given back: with the rest of its blocks in
+        this very step, or by itself. To be asked of blocks whose content a prefix cache keeps; any other was poisoned.
+
+        Raises:
+            IntegrityError: it does; names the block and both steps.
+        """
+        mine = self._blocks.get(owner, set())
+        for place, block_id in enumerate(table):
+            last = self._released.get(block_id)
+            if block_id == NO_BLOCK or block_id in mine or last is None or last.owner != owner:
+                continue
+            if last.step == step or (place < len(held) and held[place] == NO_BLOCK):
+                raise IntegrityError(f"{owner} uses block {block_id} at step {step}, after it was released by {last}")
+
     def compare(self, tables: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Verify that these block tables are what the device was told.
 

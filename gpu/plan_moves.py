@@ -60,6 +60,9 @@ class PlanMoves:
         ] = {}  # target to source of copies, until the request that has the source is seen with the target
         self._unsettled: set[str] = set()  # in a step that was taken back before the device held their blocks
         self._loading: set[str] = set()  # hold blocks that were brought for them, and have not been in a step with them
+        self._preempted: set[str] = (
+            set()
+        )  # in this plan; they may come back in it, to blocks that the prefix cache kept
         self.during = ""
         """The move in progress, for reports."""
         self.copied_blocks = 0
@@ -93,7 +96,8 @@ class PlanMoves:
         """
         self._copied_away.update(source for source, _ in plan.copies)
         self._replaces.update((target, source) for source, target in plan.copies)
-        never_used = self._unsettled | self._loading | set(plan.preempted)
+        self._preempted = set(plan.preempted)
+        never_used = self._unsettled | self._loading | self._preempted
         self._put_slid(plan.slid, never_used)
         for _, pairs in plan.saves:
             self._put("save to the prefix tier", partial(self.cpu.save, pairs))
@@ -125,11 +129,18 @@ class PlanMoves:
         """The step that begins uses this request's table: book it, and poison what is new and unwritten.
 
         Raises:
-            IntegrityError: a block left the table that nobody released and no copy replaced (checked mode).
+            IntegrityError: a block left the table that nobody released and no copy replaced, or one is used on that its owner gave back
+                (checked mode).
             FenceError: a block's last reader is not done (checked mode).
         """
         name, tables = scheduled.request_id, _tables(scheduled)
         before = self._held.get(name, ())
+        if self._pool.checked and tables != before and name not in self._preempted:
+            written = blocks_for(scheduled.context_tokens, self._pool.layout.block_size)
+            had = before if before and name not in self._loading else ((),) * len(tables)
+            for held, table in zip(had, tables, strict=True):
+                known = (b if self._is_cached(b) and b not in self._replaces else NO_BLOCK for b in table[:written])
+                self._pool.tags.check_kept(name, held, known, self._pool.clock.step)
         self._unsettled.discard(name)
         self._loading.discard(name)
         if tables == before:
@@ -194,7 +205,9 @@ class PlanMoves:
         """Forks, each after its child has given back what it held before; what is left of the releases."""
         left = list(releases)
         for child, source, table in forks:
-            had = next((given for given in left if given[0] == child), None) if child in self._held else None
+            # One that the device knows gives back first; the release by one that it does not know is that of its end, after the fork.
+            known = child in self._held or child in self._unsettled
+            had = next((given for given in left if given[0] == child), None) if known else None
             if had is not None:
                 left.remove(had)
                 self._put(f"release by {child}", partial(self._release, *had, strict=child not in self._unsettled))
@@ -267,7 +280,7 @@ class PlanMoves:
         self._pool.assign(name, targets, len(targets) * self._pool.layout.block_size)
         self._held[name] = (targets,)  # of all groups; in which tables they are, its first step says
         self._loading.add(name)
-        self.cpu.load(pairs)
+        self.cpu.load(name, pairs)
 
 
 def _tables(scheduled: ScheduledRequest) -> Tables:

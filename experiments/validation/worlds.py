@@ -12,6 +12,7 @@ from sim.core.plan import Executor
 from sim.core.policies.engine_settings import as_in
 from sim.core.policy import Policy
 from sim.core.request import Outcome, Request
+from sim.core.rungs import LOSSY
 from sim.costs import FixedCost
 from sim.policy_choice import choose_policy
 from sim.scenario_tables import PolicyTable
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from sim.core.engine import EngineCore
 
 PresetOf = Callable[[EngineConfig], tuple[EngineConfig, Policy]]
-LOSSY = frozenset({"truncate"})
-"""Rungs of the ladder that change answers by definition; the request says that they did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,20 +147,20 @@ def reference_answers(scenario: SmallScenario, *, device: str = "cpu", **setting
 
 def changed_answers(run: Recorded, reference: dict[str, list[int]]) -> list[str]:
     """Requests whose tokens differ from the reference, those that a lossy rung touched apart: the whole answer of one that finished and
-    that no rung touched, else as far as it got.
+    that no rung touched, else as many tokens as it was given.
     """
     return [
         request.request_id
         for request in run.requests
         if not LOSSY.intersection(request.degraded)
-        and run.answers[request.request_id] != reference[request.request_id][: _comparable(request, run)]
+        and run.answers[request.request_id] != reference[request.request_id][: _comparable(request)]
     ]
 
 
-def _comparable(request: Request, run: Recorded) -> int | None:
+def _comparable(request: Request) -> int | None:
     """How many tokens of an answer must be those of the reference; None for all of them."""
     whole = request.outcome is Outcome.FINISHED and not request.degraded
-    return None if whole else len(run.answers[request.request_id])
+    return None if whole else request.num_output_tokens
 
 
 def first_difference(real: list[dict[str, object]], simulated: list[dict[str, object]]) -> str | None:

@@ -43,6 +43,10 @@ class _Reader:
             return value
         return None
 
+    def stated_or(self, key: str, default: int | None) -> int | None:
+        """As `optional`, with the architecture's `default` where the file leaves `key` out; null is no such default."""
+        return self.optional(key) if key in self.values else default
+
     def integer(self, *keys: str) -> int:
         """As `optional`, but one of the keys must be there and be at least 1."""
         value = self.optional(*keys)
@@ -90,13 +94,9 @@ def shape_from_config(values: dict[str, Any], *, name: str, source: str = "confi
         ConfigError: a size is missing, of the wrong type, or contradicts another.
     """
     notes: list[str] = []
-    outer = values
-    for nested in ("text_config", "llm_config", "language_config"):
-        if isinstance(values.get(nested), dict):
-            # Keys such as torch_dtype, tie_word_embeddings and quantization_config often stand outside only.
-            values = {**{key: outer[key] for key in _SHARED_KEYS if key in outer}, **outer[nested]}
-            notes.append(f"{name}: only the language model in {nested} is counted; encoders of other media are not")
-            break
+    values, nested = language_model(values)
+    if nested is not None:
+        notes.append(f"{name}: only the language model in {nested} is counted; encoders of other media are not")
     config = _Reader(source, values)
     architecture = str(values.get("model_type", "llama"))
     traits = ARCHITECTURES.get(architecture)
@@ -145,6 +145,15 @@ def _dtype(config: _Reader) -> str:
     return "bfloat16"
 
 
+def language_model(values: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """What a parsed configuration says of its language model, and the key that this stands under; None where it is the whole file."""
+    for nested in ("text_config", "llm_config", "language_config"):
+        if isinstance(values.get(nested), dict):
+            # Keys such as torch_dtype, tie_word_embeddings and quantization_config often stand outside only.
+            return {**{key: values[key] for key in _SHARED_KEYS if key in values}, **values[nested]}, nested
+    return values, None
+
+
 _SHARED_KEYS = (
     "torch_dtype",
     "dtype",
@@ -172,8 +181,9 @@ def _attention(config: _Reader, layers: int, traits: Traits) -> tuple[tuple[Atte
                 v_head_dim=config.integer("v_head_dim"),
             ),
         ), ()
-    kv_heads = config.optional("num_key_value_heads") or (1 if config.flag("multi_query", False) else heads)
-    head_dim = config.optional("head_dim")
+    shared = 1 if config.flag("multi_query", False) else heads
+    kv_heads = config.stated_or("num_key_value_heads", traits.kv_heads) or shared
+    head_dim = config.stated_or("head_dim", traits.head_dim)
     if not head_dim:
         hidden = config.integer("hidden_size")
         if hidden % heads:
@@ -185,7 +195,11 @@ def _attention(config: _Reader, layers: int, traits: Traits) -> tuple[tuple[Atte
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads {heads}")
     full = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-    window = config.optional("sliding_window") if config.flag("use_sliding_window", traits.windowed) else None
+    window = (
+        config.stated_or("sliding_window", traits.window)
+        if config.flag("use_sliding_window", traits.windowed)
+        else None
+    )
     pattern = _windowed_layers(config, layers, traits)
     if not window:
         return (full,), ()

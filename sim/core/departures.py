@@ -220,9 +220,11 @@ class Departures:
 
     def _forget(self, request: Request) -> None:
         """A request has ended for the scheduler."""
-        self._scheduler.holdings.forget_private(request)
+        families = self._scheduler.families
+        copies = () if request.spec.forking is None else families.members(request.spec.sample_of)
+        self._scheduler.holdings.forget_private(request, [copy for copy in copies if copy is not request])
         if request.spec.forking is not None:
-            self._scheduler.families.ended(request)
+            families.ended(request)
         request.state = State.ENDED
 
     def _give_back(self, request: Request, now_fs: int) -> None:

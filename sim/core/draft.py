@@ -47,6 +47,8 @@ class Draft:
     shares: dict[int, Share] = field(default_factory=dict)
     """Everything else that is scheduled, by admission order."""
     copies: list[tuple[int, int]] = field(default_factory=list)
+    uncopied: dict[int, int] = field(default_factory=dict)
+    """By target, the sources of copies that were taken back with what their requests were given: what they have computed lies there."""
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     """Running requests that lost their blocks, swapped out or not."""

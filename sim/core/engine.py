@@ -115,7 +115,7 @@ class EngineCore(EngineFacts):
         """
         request = self._requests.get(request_id)
         if request is None:
-            names = self._scheduler.families.ids(request_id)
+            names = [member.request_id for member in self._scheduler.families.members(request_id)]
             if self._lag is not None:
                 names += [each.request_id for each in self._lag.arrivals if each.spec.sample_of == request_id]
             left = [self.abort(each, now_fs, outcome, reason) for each in names]

@@ -53,10 +53,10 @@ class Families:
     def __bool__(self) -> bool:
         return bool(self._families)
 
-    def ids(self, name: str) -> list[str]:
+    def members(self, name: str) -> list[Request]:
         """The sequences of request `name` that are in the engine."""
         family = self._families.get(name)
-        return [] if family is None else [member.request_id for member in family.members.values()]
+        return [] if family is None else list(family.members.values())
 
     # -- coming and going -------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from .blocks import NO_BLOCK
 from .family import Fork
 from .relief import cap_output
 from .request import Request, State
+from .rungs import LOSSY
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -68,8 +69,13 @@ class Forks:
         return Fork(child, source, shared=shared, released=released)
 
     def _copy_content(self, child: Request, source: Request) -> None:
-        """The child is made of the source's tokens now; its own keys begin with the block that they part in."""
+        """The child is made of the source's tokens now, and of what has changed them; its own keys begin with the block that they part
+        in.
+        """
         scheduler = self._scheduler
+        for action in source.degraded:
+            if action in LOSSY:
+                child.degrade(action)
         computed = scheduler.decode.computed(source)
         child.num_tokens = scheduler.decode.known(source)
         child.computed_high = max(child.computed_high, computed)

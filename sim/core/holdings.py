@@ -163,12 +163,16 @@ class Holdings:
             if self.offload is not None:
                 self.offload.saves.note(blocks, keys)
 
-    def forget_private(self, request: Request) -> None:
-        """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for."""
+    def forget_private(self, request: Request, copies: Iterable[Request]) -> None:
+        """A request that was preempted has ended: what it left in the prefix index for itself, nobody will ever look for, but for its
+        `copies`, if any are left.
+        """
         if request.num_preemptions:
             stop = request.computed_high // self.config.block_size
             first = min(request.keys.num_shared, stop)
-            private = self.tables.keys(request.keys.keys(first, stop), first)
+            theirs = {key for copy in copies for key in self.tables.keys(copy.keys.keys(first, stop), first)}
+            mine = self.tables.keys(request.keys.keys(first, stop), first)
+            private = [key for key in mine if key not in theirs]
             self.pool.forget(block_id for key in private for block_id in self.pool.index.find([key]))
             if self.offload is not None:
                 self.offload.forget(request, private)

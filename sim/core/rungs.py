@@ -40,6 +40,9 @@ ACTIONS: dict[str, str] = {
 }
 """What a rung can do, by name, and what its users see."""
 
+LOSSY = frozenset({"truncate"})
+"""Actions that change answers by definition; a request says that they did, and so does whoever goes on as a copy of it."""
+
 SECONDS = frozenset({"queue_s", "longest_queue_s"})
 """Signals that are seconds waited."""
 

@@ -104,14 +104,12 @@ class Shortage:
         draft.budget += served.pop(victim.order, 0)
         draft.decode_blocks.pop(victim.order, None)
         share = draft.shares.pop(victim.order, None)
-        if share is not None:
-            if scheduler.limits is not None and is_prompt(victim):
-                draft.prompt_budget += share.num_tokens
-                draft.prompts_left += 1
-            taken_back = set(share.new_blocks)
-            draft.copies = [
-                copy for copy in draft.copies if copy[1] not in taken_back and copy[1] not in victim.table.blocks
-            ]
+        if share is not None and scheduler.limits is not None and is_prompt(victim):
+            draft.prompt_budget += share.num_tokens
+            draft.prompts_left += 1
+        taken_back = set(victim.table.blocks)
+        draft.uncopied.update((target, source) for source, target in draft.copies if target in taken_back)
+        draft.copies = [copy for copy in draft.copies if copy[1] not in taken_back]
 
     def give_way(self, group: Sequence[Request], draft: Draft, now_fs: int) -> None:
         """Take the blocks of running requests that move together (`Families.moving_with`), and put them where they can come back from:

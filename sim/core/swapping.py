@@ -63,7 +63,7 @@ class Swapping:
 
     def save(self, group: Sequence[Request], draft: Draft) -> bool:
         """Save what these running requests, which are not in the decode set, have computed; False, and nothing changed, if the CPU pool
-        has no room or one of them has nothing to save.
+        has no room or one of them has nothing to save. Who was to get a copy in this step has no copy yet: its source is saved.
         """
         cpu_pool, computed = self.cpu_pool, [self._computed_blocks(request) for request in group]
         if any(not blocks or request.dropped_tokens for request, blocks in zip(group, computed, strict=True)):
@@ -84,7 +84,7 @@ class Swapping:
                 if is_full:
                     saved[block_id] = cpu_block
                 request.cpu_blocks.append(cpu_block)
-                pairs.append((block_id, cpu_block))
+                pairs.append((draft.uncopied.get(block_id, block_id), cpu_block))
             draft.swap_outs.append((request.request_id, pairs))
             request.state = State.SWAPPED
         return True

@@ -93,6 +93,52 @@ def test_a_block_that_is_not_full_is_saved_for_each_and_comes_back_without_a_cop
     assert world.pool.num_owned == 0
 
 
+def test_who_was_to_get_a_copy_in_the_step_in_which_it_is_swapped_is_saved_from_where_its_tokens_are(drive):
+    """7 blocks: 3 of old, 3 that three samples share right after the fork, the last with 2 tokens in it. To write on, s#0 is to get a
+    copy in the last free block; s#1 finds none, and all three give way. Nothing has been copied, so each is saved from what they share.
+    """
+    world = drive(7, 4, policy=Policy(swap=True), num_cpu_blocks=20)
+    world.add("old", 10, 14)
+    first, *_ = add(world, "s", 3, output_tokens=14)
+    world.step()
+    shared = list(first.table.blocks)
+    step = world.step()
+    assert step.tokens == {"old": 1}
+    assert step.plan.copies == ()
+    (saved,) = moved(world, "swapped_out")
+    assert [(name, [block for block, _ in pairs]) for name, pairs in saved] == [
+        ("s#0", shared),
+        ("s#1", shared[2:]),
+        ("s#2", shared[2:]),
+    ]
+    world.run()
+    assert world.core._scheduler.swapping.cpu_pool.num_owned == world.pool.num_owned == 0
+
+
+def test_what_a_sequence_left_for_its_copies_stays_findable_when_it_ends(drive):
+    """Two samples of a prompt of 4 tokens, both preempted at 10 tokens: two full blocks of each, of which the second is s#0's own. s#1
+    goes on as a copy of s#0 while it waits. When s#0's client leaves, s#1 still finds what it is a copy of.
+    """
+    world = drive(20, 4, max_num_seqs=4)
+    first, second = add(world, "s", 2, input_tokens=4, output_tokens=14, change=0.5)
+    for _ in range(7):
+        world.step()
+    scheduler, relief = world.core._scheduler, Draft(budget=0)
+    scheduler.shortage.give_way([first, second], relief, world.now_fs)
+    world.core._note(relief, world.now_fs)
+    second.keys.follow(first.keys, 2)
+    findable = scheduler.holdings.find(first)
+    assert len(findable) == 2
+    assert scheduler.holdings.find(second) == findable
+    world.abort("s#0")
+    assert scheduler.holdings.find(second) == findable
+    world.abort("s#1")
+    assert [block in scheduler.pool.index for block in findable] == [
+        True,
+        False,
+    ]  # the prompt's, which others may share
+
+
 def test_what_is_left_of_a_swapped_pair_comes_back_whole_when_the_other_client_leaves(drive):
     world, pair = swapping(drive)
     for _ in range(8):

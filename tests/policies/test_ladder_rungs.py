@@ -2,7 +2,7 @@
 
 import pytest
 
-from sim.core import ConfigError, Durations, Outcome, State, StepResult
+from sim.core import ConfigError, Durations, Forking, Outcome, RequestSpec, State, StepResult, samples
 from sim.core.batch_shape import BatchShape
 from sim.core.clock import FS_PER_S
 from sim.core.cpu_server import CpuExecutor
@@ -252,6 +252,30 @@ def test_truncate_keeps_the_first_block_and_a_window_and_says_so():
     assert engine.core.pool.num_owned == 4
     engine.run()
     assert low.num_output_tokens == 10
+
+
+def test_who_goes_on_as_a_copy_of_a_truncated_sequence_says_so_too():
+    """One slot: r#0 computes the prompt, r#1 waits with its first token. In step 1 the context of r#0 is cut, and from step 2 on r#1 is
+    made of what r#0 said then, though no block of its own was ever taken away."""
+    engine = LadderedEngine(Rung(action="truncate", on=0.5, off=0.1, value=8), max_num_seqs=1)
+    spec = RequestSpec(
+        request_id="r",
+        arrival_s=0.0,
+        input_tokens=40,
+        output_tokens=9,
+        priority=1,
+        n=2,
+        forking=Forking(width=2, change=0.5),
+    )
+    first, second = (engine.core.add(each, engine.now_fs).request for each in samples(spec))
+    for step in range(3):
+        plan = engine.core.plan(engine.now_fs, 1)
+        engine.now_fs += FS_PER_S
+        chosen = {"r#1": "r#0"} if step == 2 else {}
+        engine.core.commit(plan, StepResult(durations=Durations.one(FS_PER_S), forked=chosen), engine.now_fs)
+        assert first.degraded == ([] if step == 0 else ["truncate"])
+        assert second.degraded == ([] if step < 2 else ["truncate"])
+    assert second.num_output_tokens == 3
 
 
 def test_shed_sends_the_unimportant_away_with_the_numbers_and_a_time_to_come_back():

@@ -236,7 +236,11 @@ def test_an_answer_that_ends_too_soon_is_seen():
     reference = reference_answers(scenario)
     assert changed_answers(run, reference) == []
     first = run.requests[0].request_id
-    assert changed_answers(replace(run, answers={**run.answers, first: run.answers[first][:-1]}), reference) == [first]
+    shorter = replace(run, answers={**run.answers, first: run.answers[first][:-1]})
+    assert changed_answers(shorter, reference) == [first]
+    run.requests[0].degraded.append("run_on_cpu")  # which takes nothing from an answer
+    assert changed_answers(run, reference) == []
+    assert changed_answers(shorter, reference) == [first]
 
 
 def test_a_lossy_rung_changes_answers_and_says_so():

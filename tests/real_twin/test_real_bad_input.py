@@ -96,12 +96,6 @@ def test_a_configuration_that_cannot_be_run_is_refused_with_its_file_and_key(cha
     assert "model m" in message or f"{folder / 'config.json'}: " in message
 
 
-def test_a_null_in_a_configuration_is_its_default():
-    shape = model_shape("tiny-llama-test")
-    stated = DecoderConfig.from_values(shape, {"rms_norm_eps": None, "rope_theta": None, "rope_scaling": None})
-    assert stated == DecoderConfig.from_values(shape, {})
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [("notes.txt", "a file, and no config.json"), ("nowhere/", "no folder"), ("./nowhere", "no folder")],

@@ -43,6 +43,29 @@ def test_a_block_released_while_it_is_read_is_named():
         run_for_real(UNCACHED, preset("vllm-v1"), wrap=tampering(release_early))
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", ["pressure-0", "samples-0", "hybrid-0"])
+def test_a_cached_block_released_while_it_is_used_is_named(name, whole):
+    """The prefix cache keeps what is in it, so that no NaN tells: that its owner gave it back, and uses it on, does. One block of the
+    context, which others may hold too, or all of them.
+    """
+    planted: list[int] = []
+
+    def release_early(plan):
+        reader = next((r for r in plan.scheduled(0) if r.context_tokens > 8), None)
+        if plan.step < 5 or planted or reader is None:
+            return plan
+        planted.append(plan.step)
+        table = reader.block_table[: reader.context_tokens // 4]
+        return replace(plan, releases=(*plan.releases, (reader.request_id, table if whole else table[-1:])))
+
+    with pytest.raises(
+        (IntegrityError, PoisonedReadError),
+        match=r"^(r\d\S*) (uses|reads) block \d+ at step (\d+).* released by \1 at step \3",
+    ):
+        run_for_real(SCENARIOS[name], preset("vllm-v1"), wrap=tampering(release_early))
+
+
 def test_a_prefix_block_that_was_dropped_too_soon_is_named():
     """Somebody else's table shares it: only the last one to hold it may make room."""
     scenario = SCENARIOS["prefixes-0"]

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from gpu.cpu_pool import CpuBlockPool
-from gpu.decoder_config import DecoderConfig, RotaryConfig
+from gpu.decoder_config import DecoderConfig
 from gpu.real_engine import RealEngine
 from gpu.real_settings import RealSettings
+from gpu.rotary import RotaryConfig
 from gpu.swap import BlockMover
 from gpu.weights import DecoderWeights
 from sim.catalog.hf_config import read_config, shape_from_config

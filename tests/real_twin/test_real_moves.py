@@ -208,3 +208,37 @@ def test_what_the_executor_lacks_is_refused(device):
     move = CpuMove(request_id="r", computed_tokens=4, most_tokens=8, group_tables=((1,),))
     with pytest.raises(IntegrityError, match="moves r to the CPU, or from it, but the executor was made without one"):
         other.begin(swap_outs=(("r", ((1, 1),)),), to_cpu=(move,))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_block_that_its_owner_gave_back_is_not_its_context_though_a_cache_keeps_it(device, whole):
+    """With the rest, in the very step; or by itself, a step before, which leaves a gap in the table."""
+    device.owns("a", [1, 2, 3], context=9)
+    device.cached.update((1, 2))
+    device.begin(releases=(("a", (1, 2, 3) if whole else (2,)),))
+    if not whole:
+        device.end()
+        device.begin()
+    with pytest.raises(IntegrityError, match=r"a uses block (1|2) at step (1|2), after it was released by a at step 1"):
+        device.hold("a", [1, 2, 3], context=9)
+
+
+def test_a_block_that_its_owner_gave_back_may_be_the_copy_that_it_gets():
+    """A beam goes on as a copy of the other, and the copy it must make before it writes goes where its own block was."""
+    device = Device()
+    device.owns("parent", [2], context=3)
+    device.owns("child", [1], context=3)
+    device.cached.add(1)
+    device.begin(releases=(("child", (1,)),), forks=(("child", "parent", (2,)),), copies=((2, 1),))
+    device.hold("child", [1], context=3)
+    assert device.reads(1) == 12
+    assert device.pool.tags.holders(2) == ("parent",)
+
+
+def test_who_was_preempted_may_come_back_in_the_same_step_to_what_the_cache_kept(device):
+    device.owns("a", [1, 2, 3], context=9)
+    device.cached.update((1, 2))
+    device.begin(releases=(("a", (1, 2, 3)),), preempted=("a",))
+    device.hold("a", [1, 2, 4], context=8)
+    assert device.reads(2) == 12
+    assert device.poisoned(4)

@@ -14,8 +14,8 @@ from experiments.validation import SCENARIOS
 from experiments.validation.worlds import preset
 from gpu.batch import BatchBuffers, Sampling, Work
 from gpu.copy_order import independent
-from gpu.decoder_config import RotaryConfig
 from gpu.device import find_device
+from gpu.rotary import RotaryConfig
 from gpu.timing import step_timer
 from gpu.tokens import TokenBook
 from sim.core.chains import KeyTable

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from experiments.validation import SCENARIOS, reference_answers, replay, run_for_real
 from experiments.validation.scenarios import BLOCK_SIZE, MAX_MODEL_LEN, SmallScenario
 from experiments.validation.worlds import changed_answers, first_difference, preset
-from gpu.cpu_moves import CpuMoves
+from gpu.cpu_moves import ChangedBlockError, CpuMoves
 from gpu.pool import PoisonedReadError
 from sim.catalog.models import model_shape
 from sim.core.config import EngineConfig
@@ -123,9 +123,42 @@ def test_the_drawn_scenarios_load():
 
 def test_a_device_that_leaves_out_a_load_is_found_out(monkeypatch):
     scenario = with_engine(SCENARIOS["conversations-1"], num_cpu_prefix_blocks=40, async_scheduling=True)
-    monkeypatch.setattr(CpuMoves, "load", lambda self, pairs: None)
+    monkeypatch.setattr(CpuMoves, "load", lambda self, name, pairs: None)
     with pytest.raises(PoisonedReadError):
         run_for_real(scenario, preset("vllm-v1"), wrap=paced, copy_s=0.001)
+
+
+def test_a_prefix_that_was_never_saved_is_found_out_when_it_is_loaded(monkeypatch):
+    """What lies in the CPU's memory then are numbers like any others."""
+    scenario = with_engine(SCENARIOS["conversations-1"], num_cpu_prefix_blocks=40)
+    monkeypatch.setattr(CpuMoves, "save", lambda self, pairs: None)
+    with pytest.raises(
+        ChangedBlockError,
+        match=r"^block \d+ of r0-again, restored at step \d+, comes from CPU block \d+, to which nothing",
+    ):
+        run_for_real(scenario, preset("vllm-v1"), wrap=paced, copy_s=0.001)
+
+
+def test_a_save_without_its_fence_is_found_out_when_the_prefix_is_loaded(monkeypatch):
+    """The copy is a step late, and sees what the block's next owner has written."""
+
+    def late(inner):
+        paced(inner)._moves.cpu._tier.latency_steps = 1
+        execute = inner.execute
+
+        def after_late_copies(plan):
+            inner._moves.cpu._tier.poll()
+            return execute(plan)
+
+        inner.execute = after_late_copies
+        return inner
+
+    scenario = with_engine(
+        SCENARIOS["prefixes-1"], num_gpu_blocks=12, num_cpu_prefix_blocks=40, cpu_prefix_mode="write_back"
+    )
+    monkeypatch.setattr(CpuMoves, "_await", lambda self, fence: None)
+    with pytest.raises(ChangedBlockError, match=r"is not what was saved at step \d+: checksum"):
+        run_for_real(scenario, preset("vllm-v1"), wrap=late)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -71,15 +75,22 @@ TOLERANCE = 5e-5
 class Bench:
     """A decoder with the weights of a Hugging Face model, a checked pool, and the core's own block tables."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, stated: dict[str, Any] | None = None) -> None:
+        """A family of `FAMILIES`, or whatever a configuration file states."""
         torch.set_num_threads(1)
-        configuration, model, extra = FAMILIES[family]
         torch.manual_seed(len(family))
-        self.reference = model(configuration(**{**SIZES, **extra}, attn_implementation="eager")).eval()
+        if stated is None:
+            configuration, model, extra = FAMILIES[family]
+            config = configuration(**{**SIZES, **extra})
+        else:
+            config = AutoConfig.for_model(**copy.deepcopy(stated))
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        config._attn_implementation = "eager"
+        self.reference = model(config).eval()
         with torch.no_grad():
             for name, weight in self.reference.named_parameters():
                 weight.normal_(1.0 if "norm" in name else 0.0, 0.2)
-        self.values = self.reference.config.to_dict()
+        self.values = self.reference.config.to_dict() if stated is None else stated
         shape = shape_from_config(self.values, name=family)
         self.config = DecoderConfig.from_values(shape, self.values)
         weights = DecoderWeights.from_state(self.config, self.reference.state_dict(), dtype=torch.float32, device="cpu")
