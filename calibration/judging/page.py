@@ -64,7 +64,7 @@ def page(judgement: Judgement) -> str:
         + card("Preemptions and state over time", _counts(judgement), note=f"Preemptions: {judgement.preemptions.why}.")
         + card("Predicted against measured", panels(_scatter(judgement)))
         + card("Over time", paths)
-        + card("To know", bullets(document["warnings"])),
+        + card("To know", bullets(judgement.twin.summary["warnings"])),
     )
 
 

@@ -121,15 +121,19 @@ class PrefixIndex:
         return self._key_of.get(block_id)
 
     def add(self, block_ids: Sequence[int], keys: Sequence[int]) -> None:
-        """Register that each of `block_ids` holds the content of its key; no key comes twice.
+        """Register that each of `block_ids` holds the content of its key.
 
         A block already registered keeps its key; 0 (no block) is passed over.
         """
         key_of, first = self._key_of, self._first
         if first.keys().isdisjoint(keys) and key_of.keys().isdisjoint(block_ids) and 0 not in block_ids:
-            key_of.update(zip(block_ids, keys, strict=True))
+            known = len(first)
             first.update(zip(keys, block_ids, strict=True))
-            return
+            if len(first) == known + len(keys):
+                key_of.update(zip(block_ids, keys, strict=True))
+                return
+            for key in set(keys):  # several of the blocks hold equal content: one by one, so that the first is found first
+                del first[key]
         for block_id, key in zip(block_ids, keys, strict=True):
             if block_id in key_of or not block_id:
                 continue
