@@ -132,7 +132,8 @@ class PrefixIndex:
             if len(first) == known + len(keys):
                 key_of.update(zip(block_ids, keys, strict=True))
                 return
-            for key in set(keys):  # several of the blocks hold equal content: one by one, so that the first is found first
+            # Some of the blocks hold equal content: one by one, so that the first is found first.
+            for key in set(keys):
                 del first[key]
         for block_id, key in zip(block_ids, keys, strict=True):
             if block_id in key_of or not block_id:
