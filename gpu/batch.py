@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from sim.core.config import EngineConfig
+from sim.core.need import blocks_for
+
 from .batch_parts import BatchParts
 from .group_rows import GroupRows
 from .staging import Staging
@@ -89,6 +92,16 @@ class StepBatch:
     """`[num_sampled]` each, as `SampleCall` wants them."""
     tokens_out: Any
     """`[num_sampled]` int64; written by sampling."""
+
+
+def batch_limits(engine: EngineConfig) -> dict[str, int]:
+    """The widest pass of an engine, as arguments of `input_bytes` and `BatchBuffers`."""
+    return {
+        "max_tokens": engine.max_num_batched_tokens,
+        "max_seqs": min(engine.max_num_seqs, engine.max_num_batched_tokens),
+        "max_blocks": blocks_for(engine.max_model_len, engine.block_size),
+        "num_groups": len(engine.groups),
+    }
 
 
 def input_bytes(*, max_tokens: int, max_seqs: int, max_blocks: int, num_groups: int = 1) -> int:

@@ -61,11 +61,6 @@ class CpuLane:
         """Who is here, in the order in which they came."""
         return tuple(self._guests)
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that they hold here: as many as the core counts for them in its CPU pool, once it has told who ended."""
-        return sum(guest.pool.num_blocks for guest in self._guests.values())
-
     def receive(self, move: CpuMove, pool: PagedKVPool) -> None:
         """A request leaves the device's `pool` with all its known tokens but the last computed; `catch_up` goes on. Its blocks there
         are the caller's to give back.

@@ -119,32 +119,29 @@ class CpuMoves:
 
     def to_cpu(self, move: CpuMove) -> None:
         """A request goes on on the CPU."""
-        lane = self._needed_lane(move)
+        lane = self._needed_lane(move.request_id)
         with self._pool.beside():
             lane.receive(move, self._pool)
         self.moved_to_cpu += 1
 
     def from_cpu(self, move: CpuMove) -> None:
         """A request comes back from where it was served, with what was computed for it there. Raises KeyError when it is not there."""
-        lane = self._needed_lane(move)
+        lane = self._needed_lane(move.request_id)
         with self._pool.beside():
             lane.give_back(move, self._pool)
 
     def end_on_cpu(self, name: str) -> None:
         """A request has ended there. Raises KeyError when it is not there."""
-        assert self._lane is not None  # it was moved there
-        self._lane.drop(name)
+        self._needed_lane(name).drop(name)
 
     def catch_up(self) -> None:
         """What the CPU computes for itself; called when the device's step has been timed."""
         if self._lane is not None:
             self._lane.catch_up()
 
-    def _needed_lane(self, move: CpuMove) -> CpuLane:
+    def _needed_lane(self, name: str) -> CpuLane:
         if self._lane is None:
-            raise IntegrityError(
-                f"the plan moves {move.request_id} to the CPU, or from it, but the executor was made without one"
-            )
+            raise IntegrityError(f"the plan moves {name} to the CPU, or from it, but the executor was made without one")
         return self._lane
 
     def _checksums(self, blocks: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ from sim.core.groups import tables_of
 from sim.core.request import RequestSpec
 from sim.memory.graphs import graph_plan
 
-from .batch import BatchBuffers
+from .batch import BatchBuffers, batch_limits
 from .cpu_lane import CpuLane
 from .cpu_moves import CpuMoves
 from .cpu_pool import CpuBlockPool
@@ -98,7 +98,7 @@ class RealEngine:
         model = Decoder(
             self.config, self.weights, ops, max_positions=engine.max_model_len, splits=room.splits, groups=groups
         )
-        buffers = self._buffers(engine, ops)
+        buffers = BatchBuffers(**batch_limits(engine), device=self.device, staging=ops.staging)
         self._room.reserve("constants", storage_bytes(_constants(model, pool)))
         self._room.reserve("buffers", buffers.held_bytes[0])
         workspace = self._room.workspace(room.workspace_bytes, given=settings.workspace_bytes is not None)
@@ -179,18 +179,6 @@ class RealEngine:
     @property
     def _torch_dtype(self) -> Any:
         return getattr(torch, self.dtype)
-
-    def _buffers(self, engine: EngineConfig, ops: Ops) -> BatchBuffers:
-        blocks = -(-engine.max_model_len // engine.block_size)
-        seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-        return BatchBuffers(
-            max_tokens=engine.max_num_batched_tokens,
-            max_seqs=seqs,
-            max_blocks=blocks,
-            device=self.device,
-            num_groups=len(engine.groups),
-            staging=ops.staging,
-        )
 
     def _load(self, progress: Progress | None) -> DecoderWeights:
         folder, place = weights_folder(self.settings.source), {"dtype": self._torch_dtype, "device": self.device}

@@ -17,7 +17,7 @@ from sim.catalog.shape import ModelShape
 from sim.catalog.size_text import size_text
 from sim.core.config import ConfigError, EngineConfig
 
-from .batch import input_bytes
+from .batch import batch_limits, input_bytes
 from .decoder_config import DecoderConfig
 from .decoder_room import decode_splits, workspace_bytes
 from .layer_groups import LayerGroups
@@ -60,9 +60,8 @@ class ExecutorRoom:
         Raises:
             ConfigError: a cache format without a real pool, or attention groups that are not the model's.
         """
-        dtype, most = weights_dtype(settings), settings.micro_batch_tokens
-        seqs = min(engine.max_num_seqs, engine.max_num_batched_tokens)
-        splits = tuple(decode_splits(config, engine, device, count + 1) for count in range(seqs))
+        dtype, most, limits = weights_dtype(settings), settings.micro_batch_tokens, batch_limits(engine)
+        splits = tuple(decode_splits(config, engine, device, count + 1) for count in range(limits["max_seqs"]))
         layout = KVLayout(
             num_layers=LayerGroups.of(config.shape, engine.groups).num_places,
             num_kv_heads=config.shape.num_kv_heads,
@@ -83,13 +82,7 @@ class ExecutorRoom:
             splits=splits,
             pool_bytes=layout.arena_bytes(engine.num_gpu_blocks),
             workspace_bytes=room,
-            buffers_bytes=input_bytes(
-                max_tokens=engine.max_num_batched_tokens,
-                max_seqs=seqs,
-                max_blocks=-(-engine.max_model_len // engine.block_size),
-                num_groups=len(engine.groups),
-            )
-            + engine.max_model_len * config.shape.head_dim * ROTATION_BYTES,
+            buffers_bytes=input_bytes(**limits) + engine.max_model_len * config.shape.head_dim * ROTATION_BYTES,
             host_bytes=(engine.num_cpu_blocks + engine.num_cpu_prefix_blocks) * layout.block_bytes,
         )
 
@@ -116,13 +109,10 @@ def check_run(settings: RealSettings, engine: EngineConfig, device: Any, *, exec
 
 def _check_limit(settings: RealSettings, limit: int, weights: int, rooms: tuple[ExecutorRoom, ...]) -> None:
     """Raise ConfigError where nothing of a limited device is left for a step. Its workspace takes what there is, unless it was given."""
-    parts = {
-        "weights": weights,
-        "KV pool": sum(room.pool_bytes for room in rooms),
-        "buffers": sum(room.buffers_bytes for room in rooms),
-    }
+    parts = _parts(weights, rooms)
+    workspace = parts.pop("workspace")
     if settings.workspace_bytes is not None:
-        parts["workspace"] = settings.workspace_bytes * len(rooms)
+        parts["workspace"] = workspace
     kept = sum(parts.values())
     if kept >= limit:
         said = ", ".join(f"{part} {size:,}" for part, size in parts.items())
@@ -136,18 +126,23 @@ def check_parts(settings: RealSettings, device: Any, *, weights: int = 0, rooms:
     """Raise ConfigError unless weights and executors that are yet to be made fit, with what would be right."""
     device = torch.device(device)
     host = {"blocks in CPU memory": sum(room.host_bytes for room in rooms)}
-    parts = {
-        "weights": weights,
-        "KV pool": sum(room.pool_bytes for room in rooms),
-        "workspace": sum(room.workspace_bytes for room in rooms),
-        "buffers": sum(room.buffers_bytes for room in rooms),
-    }
+    parts = _parts(weights, rooms)
     if device.type == "cpu":
         _check(settings, parts | host, available_bytes(), "this machine", len(rooms))
         return
     torch.cuda.empty_cache()
     _check(settings, parts, int(torch.cuda.mem_get_info(device)[0]), f"{device}", len(rooms))
     _check(settings, host, available_bytes(), "this machine", len(rooms))
+
+
+def _parts(weights: int, rooms: tuple[ExecutorRoom, ...]) -> dict[str, int]:
+    """What is taken of the device, by name."""
+    return {
+        "weights": weights,
+        "KV pool": sum(room.pool_bytes for room in rooms),
+        "workspace": sum(room.workspace_bytes for room in rooms),
+        "buffers": sum(room.buffers_bytes for room in rooms),
+    }
 
 
 def _check(settings: RealSettings, parts: dict[str, int], free: int | None, place: str, executors: int) -> None:

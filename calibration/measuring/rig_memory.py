@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from gpu.batch import input_bytes
+from gpu.batch import batch_limits, input_bytes
 from gpu.decoder_room import decode_splits, workspace_bytes
 from gpu.device import device_facts
 from gpu.executor import TorchExecutor
 from gpu.nvml import nvml_reading
 from gpu.readings import process_bytes, storage_bytes
 from sim.core.config import EngineConfig
-from sim.core.need import blocks_for
 
 from .design import Limits
 
@@ -102,11 +101,7 @@ def _by_limits(executor: TorchExecutor, limits: Limits) -> Iterator[dict[str, in
                     max_num_seqs=seqs,
                     max_num_batched_tokens=max(tokens, seqs),
                 )
-                inputs = input_bytes(
-                    max_tokens=engine.max_num_batched_tokens,
-                    max_seqs=seqs,
-                    max_blocks=blocks_for(longest, limits.block_size),
-                )
+                inputs = input_bytes(**batch_limits(engine))
                 yield {
                     "max_num_batched_tokens": engine.max_num_batched_tokens,
                     "max_num_seqs": seqs,
